@@ -1,0 +1,220 @@
+"""`WorkerGroup`: the workers as Ray actors; send a program to all, bring replies home.
+
+Runs on the driver, `WorkerActor` on the worker. What crosses: one actor call per message and rank, the shards by Ray's
+object store where they are large (one `ray.put` each), inside the call where they are small; one reply each.
+
+Invariant: `receive` never raises for what a worker did; a death arrives as a `Lost`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from . import placement
+from .collective import Rendezvous, StopFlag, host_store, join
+from .errors import PlacementError, WorkerLost
+from .placement import Member
+from .program import Message, Reply, ShardData, WireTensor
+from .shipping import Shipment
+from .worker import Worker
+
+INLINE_BYTES = 100_000  # Ray passes smaller arguments inside the call
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A worker that died: what stands in the place of its reply."""
+
+    rank: int
+    node: str
+    pid: int
+    reason: str
+
+
+class Group(Protocol):
+    """Where programs go: workers on Ray actors, or in this process."""
+
+    size: int
+    members: tuple[Member, ...]
+    devices: tuple[str, ...]
+
+    def put(self, data: Any) -> Any:
+        """Make data of one rank, or common data, ready to travel; returns a handle for `send`. It is copied now, so
+        that its owner may write into its tensors afterwards."""
+
+    def send(self, rank: int, message: Message, payload: Mapping[int, Sequence[Any]]) -> None:
+        """Start a message on its way; does not wait."""
+
+    def receive(self, timeout_s: float) -> list[Reply | Lost]:
+        """What has come, waiting up to `timeout_s` for the first."""
+
+    def stop(self, reason: str) -> None:
+        """Free the workers that wait for a peer."""
+
+    def close(self) -> None:
+        """Let the workers go. Idempotent."""
+
+
+def size_bytes(data: Any) -> int:
+    """How many bytes of arrays a piece of payload holds."""
+    if isinstance(data, WireTensor):
+        return data.array.nbytes
+    if isinstance(data, ShardData):
+        return sum(a.array.nbytes for a in data.arrays if isinstance(a, WireTensor))
+    return data.size_bytes if isinstance(data, Shipment) else 0
+
+
+class WorkerActor:
+    """What a Ray actor runs: a `Worker` on this process's device."""
+
+    def __init__(self, member: Member, size: int, use_gpu: bool) -> None:
+        self.device = torch.device("cuda", 0) if use_gpu else torch.device("cpu")
+        if use_gpu:
+            if not torch.cuda.is_available():
+                raise PlacementError(
+                    f"worker {member.rank} on node {member.node_ip} was given GPU {member.gpu_ids}, but its torch "
+                    f"{torch.__version__} sees none (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}). "
+                    "Install a CUDA build of torch there, or pass use_gpu=False to train on its CPUs"
+                )
+            torch.cuda.set_device(self.device)
+        self.worker = Worker(member.rank, size, self.device, member.node_ip)
+        self.note = ""
+
+    def join(self, rendezvous: Rendezvous, generation: int) -> tuple[str, str]:
+        """Form the group of a generation; returns the device's name and a note on the transport that was chosen."""
+        stop = StopFlag(rendezvous.connect(), generation)
+        collective = join(rendezvous, self.worker.state.rank, device=self.device, stop=stop)
+        self.worker.join(collective)
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        return name, getattr(collective, "note", "") or ""
+
+    def execute(self, message: Message, lengths: tuple[tuple[int, int], ...], *handles: Any) -> Reply:
+        """Execute a message; `lengths` says how many of the handles belong to which command."""
+        payload, start = {}, 0
+        for command, count in lengths:
+            payload[command] = handles[start : start + count]
+            start += count
+        return self.worker.execute(message, payload)
+
+
+class WorkerGroup:
+    """Workers on Ray actors.
+
+    Args:
+        reservation: the devices, without actors yet.
+        use_gpu: whether a worker computes on its GPU.
+        backend: see `collective.Rendezvous`.
+        timeout_s: deadline of starting, joining, and of every collective.
+        runtime_env: Ray's, for the workers.
+        name: what Ray's tools show.
+    """
+
+    def __init__(
+        self,
+        reservation: placement.Reservation,
+        *,
+        use_gpu: bool,
+        backend: str,
+        timeout_s: float,
+        runtime_env: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.size = reservation.resources.num_workers
+        self._reservation = reservation
+        self._generation = 0
+        self._pending: dict[int, tuple[Any, int]] = {}  # by a running number: (reference, rank)
+        self._numbers = itertools.count()
+        self._closed = False
+        self._store = host_store(timeout_s)
+        try:
+            self.actors = reservation.create(
+                WorkerActor,
+                lambda members: [(member, self.size, use_gpu) for member in members],
+                runtime_env=runtime_env,
+                name=name,
+                timeout_s=timeout_s,
+            )
+            self.members = reservation.members
+            unique = f"torchdl-{uuid.uuid4().hex[:12]}-0"
+            nodes = tuple(m.node_id for m in self.members)
+            rendezvous = Rendezvous(self._store.host, self._store.port, unique, self.size, nodes, backend, timeout_s)
+            refs = [placement.call(actor, "join", rendezvous, 0) for actor in self.actors]
+            joined = placement.wait(refs, timeout_s, "the workers to form a group", self.members)
+        except BaseException:
+            self.close()
+            raise
+        self.devices = tuple(device for device, _ in joined)
+        self.notes = tuple(dict.fromkeys(note for _, note in joined if note))
+
+    def put(self, data: Any) -> Any:
+        """See `Group`. Large data goes to the object store, once."""
+        return placement.share(data) if size_bytes(data) > INLINE_BYTES else _own(data)
+
+    def send(self, rank: int, message: Message, payload: Mapping[int, Sequence[Any]]) -> None:
+        """See `Group`. One actor call."""
+        lengths = tuple((command, len(handles)) for command, handles in payload.items())
+        handles = [handle for group in payload.values() for handle in group]
+        ref = placement.call(self.actors[rank], "execute", message, lengths, *handles)
+        self._pending[next(self._numbers)] = (ref, rank)
+
+    def receive(self, timeout_s: float) -> list[Reply | Lost]:
+        """See `Group`."""
+        if not self._pending:
+            return []
+        outcomes = placement.poll({key: ref for key, (ref, _) in self._pending.items()}, timeout_s)
+        replies: list[Reply | Lost] = []
+        for key, outcome in outcomes.items():
+            _, rank = self._pending[key]
+            if isinstance(outcome, placement.Failed):
+                if not isinstance(outcome.error, WorkerLost):
+                    raise outcome.error
+                member = self.members[rank]
+                replies.append(Lost(rank, member.node_ip, member.pid, str(outcome.error)))
+            else:
+                replies.append(outcome)
+        for key in outcomes:
+            del self._pending[key]
+        return replies
+
+    def stop(self, reason: str) -> None:
+        """See `Group`."""
+        self._store.stop(self._generation, reason)
+
+    def close(self) -> None:
+        """See `Group`."""
+        if not self._closed:
+            self._closed = True
+            self._pending.clear()
+            self._store.close()
+            self._reservation.release()
+
+
+def _own(data: Any) -> Any:
+    """A copy that shares no memory with the caller's tensors."""
+    if isinstance(data, WireTensor):
+        return WireTensor(data.array.copy(), data.dtype, data.shape)
+    if isinstance(data, ShardData):
+        return ShardData(data.index, data.rows, data.pieces, tuple(_own(a) for a in data.arrays))
+    if isinstance(data, Shipment):
+        return Shipment(data.body, tuple(s.copy() for s in data.storages))
+    return list(data) if isinstance(data, list) else data
+
+
+def frozen(data: Any) -> Any:
+    """A copy as `_own` makes it, whose arrays nobody can write to: what every reader gets must stay as it was sent."""
+    copied = _own(data)
+    arrays: list[WireTensor] = []
+    if isinstance(copied, WireTensor):
+        arrays = [copied]
+    elif isinstance(copied, ShardData):
+        arrays = [a for a in copied.arrays if isinstance(a, WireTensor)]
+    for wire in arrays:
+        wire.array.setflags(write=False)
+    return copied

@@ -1,0 +1,470 @@
+"""The vocabulary of driver and workers: frozen commands, messages and replies.
+
+Runs on both sides; it is the only thing that they share. The driver records commands, gathers them into one `Message`
+per worker, and sends that with the rank's own data (its payload). A worker executes the commands in order and answers
+each message with one `Reply`.
+
+What crosses: one `Message` and the payload of one rank per training step; a `Reply` of under 1 KB back.
+
+Invariant: commands carry absolute values, never differences, and are of three kinds, so that a worker can say by one
+number, its `position`, what it has done:
+
+* PURE commands change nothing and may be asked again.
+* LOCAL commands change one replica's gradients and buffers until the next commit; a worker can undo them.
+* COMMIT commands change all replicas alike; each adds one to `position`, whether or not it changed a value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+import numpy as np
+
+Number = int | float | bool | complex
+
+
+class Kind(Enum):
+    """What a command does to a replica's state (see the module's docstring)."""
+
+    PURE = "pure"
+    LOCAL = "local"
+    COMMIT = "commit"
+
+
+@dataclass(frozen=True, slots=True)
+class WireTensor:
+    """A tensor as it travels: contiguous numpy bytes, and the dtype that numpy may not know (bf16, complex32, ...)."""
+
+    array: np.ndarray[Any, Any]
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Marks a leaf of the arguments that is cut: number `index` of the rank's own arrays."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """Marks a leaf of the arguments that all ranks get alike: number `index` of the common arrays."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Marks a leaf of the arguments that lies on the workers already: output `leaf` of call `call`."""
+
+    call: int
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Refers to a value that lies on all workers alike (see `Apply`), by its number."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Refers to the reduced gradient of the parameter `name` of model `model`."""
+
+    model: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeafKind:
+    """What is known of one output leaf before its value. `tensor` False means any other Python object, whose `dtype` is
+    "None" or "object"."""
+
+    tensor: bool
+    dtype: str = ""
+    ndim: int = -1
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """Which containers and which leaves a call returned; `spec` is hashable and made by `tree.flatten`."""
+
+    spec: Any
+    leaves: tuple[LeafKind, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RandomKey:
+    """Names one stream of random numbers, equal in every replay (see `seed_of` in worker.py)."""
+
+    seed: int
+    version: int
+    ordinal: int
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The driver's autocast state at a call; device types are replaced by the worker's own."""
+
+    enabled: bool
+    dtype: str
+    cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ShardData:
+    """One rank's part of a call's inputs.
+
+    `rows` is its number of rows (0: the rank takes part without running the module), `weight` its share of the whole
+    batch, in the interval [0, 1], `index` its place in the batch; `pieces` are the rows of each forward on the worker
+    (more than one under `microbatch_size`) with the share of each in the whole batch. `arrays` hold the cut leaves.
+    """
+
+    index: int
+    rows: int
+    pieces: tuple[tuple[int, float], ...]
+    arrays: tuple[WireTensor, ...]
+
+    @property
+    def weight(self) -> float:
+        """This shard's share of the whole batch."""
+        return sum(weight for _, weight in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """A gradient that enters a call's graph at output `leaf`.
+
+    `source` is a number or 0-dim tensor (all ranks alike; scaled by the piece's weight where `weighted`), the index of
+    a cut array in the rank's data, or a `Link` to a gradient that another call's backward left on the worker.
+    """
+
+    leaf: int
+    source: WireTensor | Cut | Link
+    weighted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The gradient that backward `command` of a later call left for its input number `index`."""
+
+    command: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """`id` rises over a stream; `site` is the user's line that recorded it, as `file:line in function`."""
+
+    kind: ClassVar[Kind] = Kind.PURE
+    id: int
+    site: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward(Command):
+    """Run `method` of the module on this rank's shard and keep outputs and graph under `call`.
+
+    `template` is a pickle of (args, kwargs) with tensors replaced by `Cut`, `Same` or `Remote`; `differentiable` are the
+    positions, in the order of its leaves, of leaves whose gradient may be asked for. Replies with a `CallResult`.
+    """
+
+    model: int
+    call: int
+    method: str
+    template: bytes
+    differentiable: tuple[int, ...]
+    grad: bool
+    inference: bool
+    training: bool
+    autocast: Autocast | None
+    key: RandomKey
+    dim: int
+    mean: bool
+    expected: Structure | None
+
+    @property
+    def is_local(self) -> bool:
+        """True if the call can change gradients or buffers; otherwise it is as good as pure."""
+        return self.grad or self.training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backward(Command):
+    """Run backward from `seeds` through call `call`.
+
+    `full` False leaves parameters alone (`torch.autograd.grad` for inputs). `inputs` are the differentiable inputs whose
+    gradients the driver wants back (reply: their rows), `links` those that stay here for an earlier call.
+    """
+
+    kind = Kind.LOCAL
+    model: int
+    call: int
+    seeds: tuple[Seed, ...]
+    keep_graph: bool
+    full: bool
+    inputs: tuple[int, ...] = ()
+    links: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop(Command):
+    """Forget calls and values: nothing on the driver refers to them any more."""
+
+    calls: tuple[int, ...] = ()
+    values: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroGrad(Command):
+    """Set the named gradients to None, or to zeros where `to_none` is False and they are not None."""
+
+    kind = Kind.LOCAL
+    model: int
+    names: tuple[str, ...]
+    to_none: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddGrad(Command):
+    """Add gradients that the driver computed itself (a penalty on the weights). Payload: WireTensors in order."""
+
+    kind = Kind.LOCAL
+    model: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduce(Command):
+    """Sum the local gradients over all replicas and level the buffers. Replies with the names whose grad is not None."""
+
+    kind = Kind.COMMIT
+    model: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipGradNorm(Command):
+    """Scale the reduced gradients of `names` to a total norm of at most `max_norm`. Replies with the norm before."""
+
+    kind = Kind.COMMIT
+    model: int
+    names: tuple[str, ...]
+    max_norm: float
+    norm_type: float
+    error_if_nonfinite: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apply(Command):
+    """Run a torch function on values that are equal on all replicas.
+
+    `body` is a pickle of (function, args, kwargs) in which `Value` and `Gradient` stand for tensors; the tensors of the
+    result are kept under the numbers `outputs` (0: not kept). Gradients may be changed in place.
+    """
+
+    kind = Kind.COMMIT
+    body: bytes
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write(Command):
+    """Overwrite named parameters or buffers on all replicas. Payload: WireTensors in the order of `names`."""
+
+    kind = Kind.COMMIT
+    model: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteGrad(Command):
+    """Overwrite named reduced gradients on all replicas. Payload: WireTensors in the order of `names`."""
+
+    kind = Kind.COMMIT
+    model: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configure(Command):
+    """Set module modes, plain attributes and requires_grad: `modes` by module name, `attributes` a pickle of
+    {(module name, attribute): value}, `requires_grad` by parameter name. Only what differs from the last one sent."""
+
+    kind = Kind.COMMIT
+    model: int
+    modes: tuple[tuple[str, bool], ...] = ()
+    attributes: bytes = b""
+    requires_grad: tuple[tuple[str, bool], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopt(Command):
+    """Build the optimizer `optimizer` from `body` (see adoption.py), replacing one of the same number.
+
+    `body` and its tensors come as payload: (bytes, WireTensors)."""
+
+    kind = Kind.COMMIT
+    optimizer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(Command):
+    """Step the optimizer. Like every commit it first reduces the gradients and buffers that are pending.
+
+    `groups` is a pickle of the hyperparameters and memberships of the groups that changed since the last one sent
+    (b"" where none did), in absolute values. `key` seeds optimizers that draw random numbers.
+    """
+
+    kind = Kind.COMMIT
+    optimizer: int
+    groups: bytes
+    key: RandomKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change(Command):
+    """Run `body`, a pickle of (function, args, kwargs), as function(module, *args) and count it as a commit."""
+
+    kind = Kind.COMMIT
+    model: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddModel(Command):
+    """Build a further model `model` on the workers. Payload: its shipped body."""
+
+    kind = Kind.COMMIT
+    model: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy(Command):
+    """Take over rank `source`'s whole state: models, optimizers, gradients, position. Only the first in a resumed
+    generation, when a failure left replicas different."""
+
+    source: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch(Command):
+    """Reply with the values of output `leaf` of `call` on this rank: a WireTensor, or any other object."""
+
+    call: int
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Describe(Command):
+    """Reply with the shape of every output leaf of `call` on this rank (None for other objects)."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadTensors(Command):
+    """Rank 0 replies with the named parameters and buffers as WireTensors, the others with None."""
+
+    model: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadGrads(Command):
+    """Rank 0 replies with the named reduced gradients as WireTensors (None where None), the others with None."""
+
+    model: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadValue(Command):
+    """Rank 0 replies with the value `value` as a WireTensor, the others with None."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptimizer(Command):
+    """Rank 0 replies with the optimizer's state (see adoption.py), the others with None."""
+
+    optimizer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run(Command):
+    """Run `body`, a pickle of (function, args, kwargs), as function(module, *args) on `ranks` (None: all)."""
+
+    model: int
+    body: bytes
+    ranks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hash(Command):
+    """Reply with {tensor name: hash} over parameters, buffers, optimizer state and reduced gradients."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """What a worker tells of a call unasked.
+
+    `structure` and `shapes` are None where the expected structure was met. `scalars` are the 0-dim tensor outputs,
+    (leaf, value). `objects` are the outputs that are no tensors, as a pickle of {leaf: object}. `ran` is False where the
+    rank had no rows.
+    """
+
+    ran: bool
+    structure: Structure | None = None
+    shapes: tuple[tuple[int, ...] | None, ...] | None = None
+    scalars: tuple[tuple[int, Number], ...] = ()
+    objects: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One program for one rank. Numbers rise by one within a generation, starting at 1; doubles are ignored.
+
+    A message with `resume` set opens a new generation: the worker undoes its local commands, forgets its failure, and
+    goes on from `position`, which must be its own.
+    """
+
+    generation: int
+    number: int
+    commands: tuple[Command, ...]
+    resume: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first thing that went wrong on a rank: at which command, the exception as bytes (see remote_exception.py).
+
+    `own` is False where this rank only learnt of another rank's failure.
+    """
+
+    command: int
+    site: str
+    own: bool
+    exception: bytes
+    text: str
+    torn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A rank's answer to one message: results by command id, its position, and its failure if it has one."""
+
+    rank: int
+    generation: int
+    number: int
+    position: int
+    results: tuple[tuple[int, Any], ...] = ()
+    failure: Failure | None = None
+    busy_s: float = 0.0

@@ -1,0 +1,205 @@
+"""One copy of a model on a worker: its module, gradients, buffers, and how to go back to the last commit.
+
+Runs on the worker; knows torch and the collective, not Ray. What crosses between workers: the gradient buckets and a
+tail of a few numbers per reduction, and the buffers that changed since the last commit.
+
+The tail proves that all ranks mean the same reduction before anybody acts on it: it sums a count, the generation, the
+position and the command's number, and carries every rank's failure flag, row weight, None flags of gradients and changed
+flags of buffers.
+
+Invariant: after `reduce` all replicas hold identical gradients, None flags and buffers, or all of them raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .buckets import Buckets
+from .collective import Collective
+from .errors import CollectiveError
+
+
+class PeerFailed(Exception):
+    """Another rank said in the tail of a reduction that it cannot go on; nobody commits."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        super().__init__(ranks)
+        self.ranks = ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What all ranks must agree on in a reduction."""
+
+    generation: int
+    position: int
+    command: int
+
+
+class Replica:
+    """A module on one device with everything that must be equal on all replicas at a commit.
+
+    Args:
+        module: the module, on its device.
+        rank, size: this worker's place.
+    """
+
+    def __init__(self, module: nn.Module, rank: int, size: int) -> None:
+        self.module = module
+        self.rank, self.size = rank, size
+        self.parameters = dict(module.named_parameters())
+        self.buckets = Buckets(self.parameters, rank)
+        self.modules = dict(module.named_modules())
+        self.weight = 0.0  # of the rows that this rank ran in training since the last commit
+        self.trained = False
+        self._shadow: dict[str, Tensor] = {}
+        self.refresh()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tail of a reduction is built: the device of the first parameter or buffer."""
+        first = next(iter(self.parameters.values()), None)
+        return first.device if first is not None else torch.device("cpu")
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers by name, as they are now (a module may assign new ones)."""
+        return dict(self.module.named_buffers())
+
+    def refresh(self) -> None:
+        """Take the present buffers and gradients as those of the last commit."""
+        buffers = self.buffers
+        for name, buffer in buffers.items():
+            old = self._shadow.get(name)
+            if old is None or old.shape != buffer.shape or old.dtype != buffer.dtype:
+                self._shadow[name] = buffer.detach().clone()
+            elif self.trained or not torch.equal(old, buffer):
+                old.copy_(buffer)
+        for name in self._shadow.keys() - buffers.keys():
+            del self._shadow[name]
+        self.buckets.committed()
+        self.weight, self.trained = 0.0, False
+
+    def undo(self) -> None:
+        """Go back to the last commit: buffers and gradients as they were."""
+        buffers = self.buffers
+        with torch.no_grad():
+            for name, old in self._shadow.items():
+                if name in buffers and buffers[name].shape == old.shape:
+                    buffers[name].copy_(old)
+        self.buckets.undo()
+        self.weight, self.trained = 0.0, False
+
+    def note_rows(self, weight: float) -> None:
+        """A training forward ran on this rank with this share of its batch."""
+        self.weight += weight
+        self.trained = True
+
+    # ---- agreement
+
+    def reduce(self, collective: Collective, stamp: Stamp, failed: bool = False) -> None:
+        """Sum gradients and level buffers over all ranks.
+
+        Raises:
+            PeerFailed: some rank failed before; nothing was changed that `undo` does not restore.
+            CollectiveError: the ranks are not at the same command, or the transport failed.
+        """
+        if collective.size == 1:
+            if self.buckets.pending:
+                self.buckets.settle(self.buckets.present.values())
+            return
+        names, flags = list(self.buckets.present), list(self.buckets.present.values())
+        changed = self._changed()
+        tail = _tail(collective, stamp, failed, self.weight, [*map(float, flags), *map(float, changed.values())])
+        tail = tail.to(self.device)
+        self.buckets.finish(collective.all_reduce, tail)
+        numbers = _check(tail, collective, stamp)
+        self.buckets.settle(n > 0 for n in numbers[: len(names)])
+        moved = [name for name, n in zip(changed, numbers[len(names) :], strict=True) if n > 0]
+        if moved:
+            self._level(collective, moved, _weights(tail, collective.size))
+
+    def _changed(self) -> dict[str, bool]:
+        """Which buffers differ from the last commit; all ranks have the same names in the same order."""
+        buffers = self.buffers
+        if not self.trained:
+            return dict.fromkeys(self._shadow, False)
+        return {n: n in buffers and not torch.equal(old, buffers[n]) for n, old in self._shadow.items()}
+
+    def _level(self, collective: Collective, names: Iterable[str], weights: list[float]) -> None:
+        """Make changed buffers equal: floats b0 + sum of w_r (b_r - b0), so that equal ones stay as they are to the bit;
+        integers and bools their maximum."""
+        buffers = self.buffers
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for name in names:
+            by_dtype.setdefault(buffers[name].dtype, []).append(buffers[name])
+        for dtype, members in by_dtype.items():
+            flat = torch.cat([b.detach().reshape(-1) for b in members])
+            wire = flat.to(torch.uint8) if dtype is torch.bool else flat
+            parts = collective.all_gather(wire)
+            if dtype.is_floating_point or dtype.is_complex:
+                first = parts[0]
+                level = first.clone()
+                for part, weight in zip(parts, weights, strict=True):
+                    if weight > 0:
+                        level += torch.where(part == first, torch.zeros_like(first), (part - first) * weight)
+            else:
+                level = torch.stack(parts).amax(0).to(dtype)
+            offset = 0
+            with torch.no_grad():
+                for b in members:
+                    b.copy_(level[offset : offset + b.numel()].view(b.shape))
+                    offset += b.numel()
+
+
+def _tail(collective: Collective, stamp: Stamp, failed: bool, weight: float, flags: list[float]) -> Tensor:
+    head = [1.0, stamp.generation, stamp.position, stamp.command]
+    slots = [0.0] * (2 * collective.size)
+    slots[collective.rank] = float(failed)
+    slots[collective.size + collective.rank] = weight
+    return torch.tensor([*head, *slots, *flags], dtype=torch.float64)
+
+
+def _check(tail: Tensor, collective: Collective, stamp: Stamp) -> list[float]:
+    """Read a summed tail; returns the caller's own numbers."""
+    numbers: list[float] = tail.tolist()
+    size = collective.size
+    expected = [size, size * stamp.generation, size * stamp.position, size * stamp.command]
+    failed = tuple(r for r in range(size) if numbers[4 + r] > 0)
+    if failed:
+        raise PeerFailed(failed)
+    if numbers[:4] != expected:
+        raise CollectiveError(
+            f"rank {collective.rank} of {size} took part in another reduction than its peers: sums of (count, "
+            f"generation, position, command) are {numbers[:4]}, expected {expected}"
+        )
+    return numbers[4 + 2 * size :]
+
+
+def _weights(tail: Tensor, size: int) -> list[float]:
+    weights: list[float] = tail[4 + size : 4 + 2 * size].tolist()
+    total = sum(weights)
+    return [w / total if total > 0 else 1.0 / size for w in weights]
+
+
+def agree(collective: Collective, stamp: Stamp, failed: bool = False) -> None:
+    """Make sure that all ranks have come to this command without a failure, before a commit that reduces nothing.
+
+    Raises:
+        PeerFailed, CollectiveError: as `Replica.reduce`.
+    """
+    if collective.size == 1:
+        return
+    tail = _tail(collective, stamp, failed, 0.0, [])
+    collective.all_reduce([tail]).wait()
+    _check(tail, collective, stamp)
+
+
+def named_tensors(replica: Replica, names: Iterable[str]) -> Mapping[str, Tensor]:
+    """Parameters and buffers by name."""
+    buffers = replica.buffers
+    return {n: replica.parameters[n] if n in replica.parameters else buffers[n] for n in names}
