@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from torchdl_ray.errors import ArgumentError, CollectiveError
-from torchdl_ray.rendezvous import Rendezvous, Watch, exchange
-from torchdl_ray.shared_block import Block, supported
+from .errors import ArgumentError, CollectiveError
+from .rendezvous import Rendezvous, Watch, exchange
+from .shared_block import Block, supported
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,10 +48,15 @@ class Bucket:
         offset = 0
         for name, p in parameters:
             part = self.flat[offset : offset + p.numel()]
-            dense = p.is_non_overlapping_and_dense() if p.numel() else False
-            self.views[name] = part.as_strided(p.shape, p.stride(), offset) if dense else part.view(p.shape)
+            self.views[name] = part.as_strided(p.shape, p.stride(), offset) if _is_dense(p) else part.view(p.shape)
             offset += p.numel()
         self.left = 0
+
+
+def _is_dense(p: Tensor) -> bool:
+    """Whether the elements fill their memory in some order of the dimensions (channels last does)."""
+    order = sorted(range(p.ndim), key=p.stride, reverse=True)
+    return p.numel() > 0 and p.detach().permute(order).is_contiguous()
 
 
 class Buckets:

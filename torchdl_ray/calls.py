@@ -36,6 +36,7 @@ from .program import (
     Structure,
     WireTensor,
 )
+from .reading import Reading, read
 
 
 @dataclass(slots=True)
@@ -65,7 +66,14 @@ class Call:
         if len(values) == 1:
             return values[0]
         rows, weights = [p.rows for p in self.pieces], [p.weight for p in self.pieces]
-        return tree.join_leaf(values, rows, weights, self.command.dim, self.command.mean, f"output {leaf}")
+        reading = self.reading()
+        mean = reading.reduction[leaf] != "sum"
+        return tree.join_leaf(values, rows, weights, reading.dims[leaf], mean, f"output {leaf}")
+
+    def reading(self) -> Reading:
+        """How the leaves of several pieces become one."""
+        assert self.structure is not None
+        return read(self.structure, self.command.reduction, self.command.out_dims, self.command.dim)
 
     def result(self) -> CallResult:
         """What the driver is told unasked."""
@@ -157,11 +165,10 @@ class Calls:
         self.live[command.call] = call
         if data.rows == 0:
             return call
-        args, kwargs = pickle.loads(command.template)
-        leaves, spec = tree.flatten((args, kwargs), is_leaf=_is_mark)
+        leaves, spec = pickle.loads(command.template)
         call.whole_inputs = frozenset(n for n, i in enumerate(command.differentiable) if isinstance(leaves[i], Same))
-        cut = [self._arrive(a) for a in data.arrays]
-        same = [self._arrive(a) for a in common]
+        cut = [tree.unpack(a, self.device) for a in data.arrays]
+        same = [tree.unpack(a, self.device) for a in common]
         run: Callable[..., Any] = module if command.method == "forward" else getattr(module, command.method)
         start = 0
         for number, (rows, weight) in enumerate(data.pieces):
@@ -181,9 +188,6 @@ class Calls:
                 each(call, call.pieces[-1], number == len(data.pieces) - 1)
         return call
 
-    def _arrive(self, array: WireTensor | list[Any]) -> Any:
-        return tree.from_wire(array, self.device) if isinstance(array, WireTensor) else array
-
     def _leaf(self, leaf: Any, cut: list[Any], same: list[Any], rows: slice | None, dim: int) -> Any:
         if isinstance(leaf, Cut):
             value = cut[leaf.index]
@@ -195,10 +199,10 @@ class Calls:
             return leaf
         if rows is None:
             return value
-        return value[rows] if isinstance(value, list) else value.narrow(dim, rows.start, rows.stop - rows.start)
+        return tree.cut(value, rows.start, rows.stop, dim)
 
     def _record(self, call: Call, output: Any, rows: int, weight: float, inputs: list[Tensor]) -> None:
-        leaves, spec = tree.flatten(output)
+        leaves, spec = tree.flatten(output, plain_lists=True)
         structure = Structure(spec, tuple(_leaf_kind(leaf) for leaf in leaves))
         expected = call.command.expected
         if expected is not None and structure != expected:
@@ -277,9 +281,10 @@ class Calls:
             return grad.to(output.dtype)
         if output.ndim == 0:
             total = sum(p.weight for p in call.pieces)
-            share = (piece.weight / total if total else 0.0) if call.command.mean else 1.0
+            mean = call.reading().reduction[seed.leaf] != "sum"
+            share = (piece.weight / total if total else 0.0) if mean else 1.0
             return (grad * share).to(output.dtype)
-        return grad.narrow(call.command.dim, start, piece.rows).to(output.dtype)
+        return grad.narrow(call.reading().dims[seed.leaf], start, piece.rows).to(output.dtype)
 
     def _return_inputs(self, call: Call, command: Backward, found: list[list[Tensor | None]]) -> tuple[Any, ...]:
         def joined(i: int) -> Tensor | None:
@@ -295,10 +300,6 @@ class Calls:
             self.links[Link(command.id, i)] = joined(i)
         grads = [joined(i) for i in command.inputs]
         return tuple(None if g is None else tree.to_wire(g) for g in grads)
-
-
-def _is_mark(leaf: Any) -> bool:
-    return isinstance(leaf, Cut | Same | Remote)
 
 
 def describe(structure: Structure) -> str:

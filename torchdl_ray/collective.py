@@ -13,7 +13,8 @@ What crosses: two short strings per rank through the driver's store while the gr
 
 Invariant: on CPUs, sums have the same bits whatever the transport and however tensors are cut into calls; on every
 device all ranks get equal bits. A wait ends at its deadline, at a stop, or soon after a peer has died, with a
-CollectiveError. After that the group is of no use, and the tensors that were under way must not be used again: join a new group.
+CollectiveError. After that the group is of no use, and the tensors that were under way must not be used again: they may
+still be written to. Join a new group with new tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import ray
 import ray.util.collective as ray_collective
@@ -31,9 +32,9 @@ from ray.util.collective.backend_registry import register_collective_backend
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from torchdl_ray.errors import ArgumentError, CollectiveError
-from torchdl_ray.ray_group import RAY_BACKEND, RayNamed, TorchGroup
-from torchdl_ray.rendezvous import Rendezvous, Stop, StopFlag, Store, Watch, host_store, never_stop
+from .errors import ArgumentError, CollectiveError
+from .ray_group import RAY_BACKEND, RayNamed, TorchGroup
+from .rendezvous import Rendezvous, Stop, StopFlag, Store, Watch, host_store, never_stop
 
 __all__ = [
     "RAY_BACKEND",
@@ -179,7 +180,7 @@ def _make_group(rendezvous: Rendezvous, rank: int) -> tuple[TorchGroup, Callable
         return group, group.destroy_group
     with contextlib.suppress(ValueError):  # registered already
         register_collective_backend(RAY_BACKEND, TorchGroup)
-    ray_collective.init_collective_group(rendezvous.size, rank, RAY_BACKEND, name)  # type: ignore[arg-type]
+    ray_collective.init_collective_group(rendezvous.size, rank, RAY_BACKEND, name)
     return ray_collective.get_group_handle(name), lambda: ray_collective.destroy_collective_group(name)
 
 
@@ -209,7 +210,8 @@ def _join_ray_backend(rendezvous: Rendezvous, rank: int, stop: Stop) -> Collecti
         )
     watch = Watch(rendezvous.name, rank, rendezvous.timeout_s, stop)
     milliseconds = int(rendezvous.timeout_s * 1000)
-    ray_collective.init_collective_group(rendezvous.size, rank, backend, rendezvous.name, gloo_timeout=milliseconds)
+    name: Any = backend  # Ray's annotation knows only its own two
+    ray_collective.init_collective_group(rendezvous.size, rank, name, rendezvous.name, gloo_timeout=milliseconds)
     transport = RayNamed(rank, rendezvous.size, rendezvous.name, watch)
     return Member(rendezvous.name, transport, backend, "", transport.close)
 

@@ -199,7 +199,7 @@ class WorkerGroup:
 def _own(data: Any) -> Any:
     """A copy that shares no memory with the caller's tensors."""
     if isinstance(data, WireTensor):
-        return WireTensor(data.array.copy(), data.dtype, data.shape)
+        return WireTensor(data.array.copy(order="K"), data.dtype, data.shape)
     if isinstance(data, ShardData):
         return ShardData(data.index, data.rows, data.pieces, tuple(_own(a) for a in data.arrays))
     if isinstance(data, Shipment):

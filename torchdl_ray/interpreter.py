@@ -105,6 +105,7 @@ def _drop(command: program.Drop, state: State, payload: Payload) -> None:
     state.calls.drop(command.calls)
     for value in command.values:
         state.values.pop(value, None)
+        state.optimizers.pop(value, None)
 
 
 @execute.register
@@ -219,7 +220,7 @@ def _change(command: program.Change, state: State, payload: Payload) -> Any:
     replica = state.replicas[command.model]
     result = _call(command.body, replica.module)
     replica.refresh()
-    return result
+    return _at_home(result)
 
 
 @execute.register
@@ -266,14 +267,20 @@ def _read_value(command: program.ReadValue, state: State, payload: Payload) -> A
 def _read_optimizer(command: program.ReadOptimizer, state: State, payload: Payload) -> Any:
     if not state.reads():
         return None
-    return adoption.ship_state(state.optimizers[command.optimizer], state.key_of())
+    return adoption.ship_state(state.optimizers[command.optimizer], state.key_of(), command.state)
 
 
 @execute.register
 def _run(command: program.Run, state: State, payload: Payload) -> Any:
     if command.ranks is not None and state.rank not in command.ranks:
         return None
-    return _call(command.body, state.replicas[command.model].module)
+    return _at_home(_call(command.body, state.replicas[command.model].module))
+
+
+def _at_home(result: Any) -> Any:
+    """Tensors of a result on the CPU, without a graph: no CUDA tensor crosses to the driver."""
+    leaves, spec = tree.flatten(result)
+    return tree.unflatten(spec, [x.detach().cpu() if isinstance(x, Tensor) else x for x in leaves])
 
 
 @execute.register

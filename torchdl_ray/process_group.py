@@ -11,10 +11,10 @@ the ranks exchange shares, each sums its own share in rank order, and all gather
 all-reduce where it has the dtype, since x0 + x1 has one order only. It is the same sum as in `shared_memory.py`. On
 GPUs the order is NCCL's.
 
-Gloo cannot abort, and a rank that is no neighbour of a dead one would wait out the timeout. So every wait here looks at
-the stop flag and the deadline, and whoever fails leaves its groups at once, which closes its connections. Operations
-that are stuck are left to a daemon thread until they end; they may still write into their tensors meanwhile, so the
-tensors of a failed group must not be used again.
+Gloo cannot abort, and a rank that is no neighbour of a dead one would wait out the timeout. So reductions, gathers
+and barriers connect each rank with each, every wait looks at the stop flag and the deadline, and whoever fails leaves
+its groups at once, which closes its connections. Operations that are stuck are left to a daemon thread until they end;
+they may still write into their tensors meanwhile, so the tensors of a failed group must not be used again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from torchdl_ray.errors import CollectiveError
-from torchdl_ray.rendezvous import Wait, Watch, first_line
+from .errors import CollectiveError
+from .rendezvous import Wait, Watch, first_line
 
 _GLOO_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 _SLICE = timedelta(milliseconds=20)
@@ -77,7 +77,7 @@ class _Sum:
         for rank in range(1, size):
             mine.add_(self._own[rank])
         self.last_step = True
-        self.work = self._group.issue(dist.all_gather_single, _bytes(self._all), _bytes(total), second=True)
+        self.work = self._group.gather(self._all, total, second=True)
 
     def put(self) -> None:
         """Put the complete sum into the target."""
@@ -220,7 +220,7 @@ class TorchTransport:
         received = sent.new_empty((self.size, *sent.shape))
         with self.guard(f"all_gather of {_describe([tensor])}") as wait:
             if sent.numel():
-                self.await_work(self.issue(dist.all_gather_single, _bytes(received), _bytes(sent)), wait)
+                self.await_work(self.gather(received, sent), wait)
         return list(received.to(tensor.device).unbind(0))
 
     def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
@@ -239,7 +239,7 @@ class TorchTransport:
     def barrier(self) -> None:
         """Return when all ranks have come here. Blocks."""
         with self.guard("barrier") as wait:
-            self.await_work(self.issue(dist.all_reduce, torch.zeros(1)), wait)
+            self.await_work(self.gather(torch.empty(self.size), torch.zeros(1)), wait)
 
     def point_to_point(self, operation: Any, tensor: Tensor, peer: int) -> None:
         """Run `dist.isend` or `dist.irecv` on a contiguous tensor and wait for it."""
@@ -268,6 +268,15 @@ class TorchTransport:
         self._works = [w for w in self._works if not w.is_completed()]
         self._works.append(work)
         return work
+
+    def gather(self, received: Tensor, sent: Tensor, second: bool = False) -> Any:
+        """Start to fill `received` with `sent` of every rank, in rank order.
+
+        Not by a ring on CPUs: every rank talks to every other in each operation, so that all notice a dead one at once.
+        """
+        if sent.device.type != "cpu":
+            return self.issue(dist.all_gather_single, _bytes(received), _bytes(sent), second=second)
+        return self.issue(dist.all_to_all_single, _bytes(received), _bytes(sent).repeat(self.size), second=second)
 
     def pump(self) -> None:
         """Start the gathering of all sums whose shares are here, in order: so its order is alike on all ranks."""

@@ -122,7 +122,8 @@ class ShardData:
 
     `rows` is its number of rows (0: the rank takes part without running the module), `weight` its share of the whole
     batch, in the interval [0, 1], `index` its place in the batch; `pieces` are the rows of each forward on the worker
-    (more than one under `microbatch_size`) with the share of each in the whole batch. `arrays` hold the cut leaves.
+    (more than one under `microbatch_size`) with the share of each in the whole batch. `arrays` hold the cut leaves, as
+    `wire.pack` makes them.
     """
 
     index: int
@@ -170,8 +171,9 @@ class Command:
 class Forward(Command):
     """Run `method` of the module on this rank's shard and keep outputs and graph under `call`.
 
-    `template` is a pickle of (args, kwargs) with tensors replaced by `Cut`, `Same` or `Remote`; `differentiable` are the
-    positions, in the order of its leaves, of leaves whose gradient may be asked for. Replies with a `CallResult`.
+    `template` is a pickle of the leaves of (args, kwargs), with `Cut`, `Same` or `Remote` in place of tensors, and their
+    spec (see `tree.flatten`); `differentiable` are the positions of leaves whose gradient may be asked for. Replies with
+    a `CallResult`. Payload: the rank's `ShardData`, then the common arrays.
     """
 
     model: int
@@ -185,7 +187,8 @@ class Forward(Command):
     autocast: Autocast | None
     key: RandomKey
     dim: int
-    mean: bool
+    reduction: Any
+    out_dims: Any
     expected: Structure | None
 
     @property
@@ -214,7 +217,7 @@ class Backward(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop(Command):
-    """Forget calls and values: nothing on the driver refers to them any more."""
+    """Forget calls, and values or optimizers by their number: nothing on the driver refers to them any more."""
 
     calls: tuple[int, ...] = ()
     values: tuple[int, ...] = ()
@@ -391,9 +394,11 @@ class ReadValue(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptimizer(Command):
-    """Rank 0 replies with the optimizer's state (see adoption.py), the others with None."""
+    """Rank 0 replies with what its steps changed (see `adoption.ship_state`), the others with None. `state` False leaves
+    the tensors of the state out."""
 
     optimizer: int
+    state: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

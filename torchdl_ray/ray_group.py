@@ -25,11 +25,11 @@ from ray.util.collective.types import ReduceOp
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from torchdl_ray.agreement import agree
-from torchdl_ray.errors import CollectiveError
-from torchdl_ray.process_group import TorchTransport
-from torchdl_ray.rendezvous import Rendezvous, Stop, Watch
-from torchdl_ray.shared_memory import SharedMemoryGroup
+from .agreement import agree
+from .errors import CollectiveError
+from .process_group import TorchTransport
+from .rendezvous import Rendezvous, Stop, Watch
+from .shared_memory import SharedMemoryGroup
 
 RAY_BACKEND = "TORCHDL"
 """The name under which `TorchGroup` is registered with Ray collective."""

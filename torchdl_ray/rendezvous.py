@@ -22,7 +22,7 @@ import ray
 from torch.distributed import Store as KeyStore  # type: ignore[attr-defined]
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from torchdl_ray.errors import ArgumentError, ClosedError, CollectiveError
+from .errors import ArgumentError, ClosedError, CollectiveError
 
 Stop = Callable[[], str | None]
 """Asked often while waiting, so it has to be cheap: None, or the reason why the wait must end."""

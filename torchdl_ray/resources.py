@@ -205,7 +205,7 @@ def _holders(names: list[str], own_group: str) -> Iterable[str]:
             continue
         _subtract(rest, amounts)
         inside = [a for a in actors if a.placement_group_id.hex() == group_id]
-        workers = ", ".join(f"{a.class_name} pid {a.pid}" for a in inside) or "no actor in it"
+        workers = ", ".join(f"{_class_name(a)} pid {a.pid}" for a in inside) or "no actor in it"
         where = ", ".join(sorted({addresses.get(node, node[:8]) for node in group["bundles_to_node_id"].values()}))
         job = _job(jobs, (inside[0].job_id.hex() if inside else group_id[-8:]))
         yield f"placement group {group['name']!r}: {_amounts(amounts)} on {where} ({workers}), {job}"
@@ -214,7 +214,7 @@ def _holders(names: list[str], own_group: str) -> Iterable[str]:
         if actor.placement_group_id or not amounts:
             continue
         _subtract(rest, amounts)
-        label = f"actor {actor.name!r} of class {actor.class_name}" if actor.name else f"actor {actor.class_name}"
+        label = f"actor {actor.name!r} of class {_class_name(actor)}" if actor.name else f"actor {_class_name(actor)}"
         where = f"pid {actor.pid} on {actor.address.ip_address}"
         yield f"{label}: {_amounts(amounts)}, {where}, {_job(jobs, actor.job_id.hex())}"
     if other := {name: amount for name, amount in rest.items() if amount > 1e-6}:
@@ -224,6 +224,10 @@ def _holders(names: list[str], own_group: str) -> Iterable[str]:
 def _alive_actors() -> list[Any]:
     accessor = _tables._connect_and_get_accessor()
     return [_protocol.ActorTableData.FromString(data) for data in accessor.get_actor_table(None, "ALIVE")]
+
+
+def _class_name(actor: Any) -> str:
+    return str(actor.class_name).rsplit(".", 1)[-1]
 
 
 def _job(jobs: Mapping[str, Mapping[str, Any]], job_id: str) -> str:

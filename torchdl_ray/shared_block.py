@@ -3,9 +3,10 @@
 Runs on the workers, on Linux on x86_64: the counters are plain stores and rely on its order of stores.
 
 The block is a memory file without a name, which peers open through the creator's /proc entry: nothing can be left in
-/dev/shm, whoever is killed when, and the size of /dev/shm is no limit. `posix_fallocate` takes the memory at once, so
-that a shortage shows as an OSError here and not as SIGBUS at some later write. Each group has a fresh block, so a
-stopped peer that wakes late writes into memory that nobody reads.
+/dev/shm, whoever is killed when, and the size of /dev/shm is no limit. The memory is taken at once by
+`posix_fallocate`, so that a shortage shows as an OSError here and not as SIGBUS at some later write; and it is not asked
+for where it would be more than a quarter of what is free, since the kernel might rather end a process than refuse. Each
+group has a fresh block, so a stopped peer that wakes late writes into memory that nobody reads.
 
 Invariant: each word of the counters has one writer.
 """
@@ -13,6 +14,7 @@ Invariant: each word of the counters has one writer.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import platform
@@ -42,9 +44,14 @@ class Block:
     @classmethod
     def create(cls, size: int, slot_bytes: int = SLOT_BYTES) -> Block:
         """Make a block for `size` ranks. Raises OSError where the memory cannot be had."""
+        wanted, free = _header_bytes(size) + size * slot_bytes, _free_bytes()
+        if wanted > free // 4:
+            raise OSError(
+                errno.ENOMEM, f"{wanted:,} bytes of shared memory wanted, more than a quarter of {free:,} free"
+            )
         fd = os.memfd_create("torchdl", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(fd, 0, _header_bytes(size) + size * slot_bytes)
+            os.posix_fallocate(fd, 0, wanted)
             nonce = secrets.randbits(62)
             block = cls(fd, size, slot_bytes, f"{os.getpid()}:{fd}:{size}:{slot_bytes}:{nonce}", created=True)
         except BaseException:
@@ -95,6 +102,16 @@ def birth(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _free_bytes() -> int:
+    """Memory that can be had: what the kernel thinks available, at most the limit of the control group."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError), open(limit, encoding="ascii") as file:
+            free = min(free, int(file.read()))
+    return free
 
 
 def _header_bytes(size: int) -> int:

@@ -27,7 +27,7 @@ import torch
 from . import remote_exception
 from .errors import ClosedError, CollectiveError, TorchdlError, WaitTimeout, WorkerLost
 from .group import Group, Lost
-from .program import Command, Copy, Drop, Failure, Forward, Kind, Message, Reply, Step, ZeroGrad
+from .program import Command, Copy, Drop, Failure, Forward, Kind, Message, Reduce, Reply, Step, ZeroGrad
 
 MAX_IN_FLIGHT = 2  # messages on their way at a step boundary
 MAX_WAITING_STEPS = 8  # steps that gather while those are under way
@@ -103,7 +103,9 @@ class Stream:
     def __init__(self, group: Group, *, timeout_s: float, sync: bool = False) -> None:
         self.group, self.timeout_s, self.sync = group, timeout_s, sync
         self.version = 0  # optimizer steps recorded
+        self.ordinal = 0  # forwards recorded since the last commit that may draw random numbers
         self.num_messages = 0
+        self.users = 0  # models that live on these workers
         self.reply_bytes: Callable[[Reply], None] | None = None  # a test's hook
         self.on_drop: list[Callable[[], None]] = []  # told when recorded commits were dropped
         self._id = 0
@@ -114,6 +116,8 @@ class Stream:
         self._made = (0, 0)  # the last message made in this generation: its number and its last command
         self._sent = [0] * group.size
         self._steps_done = 0
+        self._trained: frozenset[int] = frozenset()  # models that a training forward changed since the last commit
+        self._times: collections.deque[tuple[float, int]] = collections.deque(maxlen=32)
         self._dead_calls: collections.deque[int] = collections.deque()
         self._dead_values: collections.deque[int] = collections.deque()
         self._closed: BaseException | None = None
@@ -142,9 +146,21 @@ class Stream:
         self._recorded.append(Entry(command, payload, weakref.ref(pending)))
         if isinstance(command, Step):
             self.version += 1
+        if command.kind is Kind.COMMIT:
+            self._trained, self.ordinal = frozenset(), 0
+        elif isinstance(command, Forward) and command.is_local:
+            self.ordinal += 1
+            if command.training:
+                self._trained |= {command.model}
         if self.sync:
             pending.wait(f"{type(command).__name__} (sync=True)")
         return pending
+
+    def level(self, model: int) -> None:
+        """Before anybody looks at buffers: if a training forward ran since the last commit, make them equal on all
+        replicas by a commit of their own. Costs a command, no wait."""
+        if model in self._trained and self.group.size > 1:
+            self.record(Reduce, model=model)
 
     def drop_call(self, call: int) -> None:
         """Forget a call with the next message. Safe at any moment, also from a finaliser."""
@@ -263,6 +279,8 @@ class Stream:
                 log.append(entry)
         steps = sum(isinstance(e.command, Step) for e in outgoing.entries)
         self._log, self._outbox, self._steps_done = log, self._outbox[1:], self._steps_done + steps
+        if steps:
+            self._times.append((time.monotonic(), self._steps_done))
 
     def _deliver(self, outgoing: Outgoing, entries: Sequence[Entry]) -> None:
         results = {rank: dict(reply.results) for rank, reply in outgoing.replies.items()}
@@ -330,14 +348,17 @@ class Stream:
         self._generation += 1
         self._sent = [0] * self.group.size
         self._log, self._recorded = [], []
-        self._outbox = [Outgoing(1, (*first, *replay), True)]
+        drops = [e for e in gone if isinstance(e.command, Drop)]
+        self._outbox = [Outgoing(1, (*first, *replay, *drops), True)]
         self._made = (1, max(e.command.id for e in entries))
         self.version = self._steps_done = steps
+        forwards = [e.command for e in replay if isinstance(e.command, Forward)]
+        self.ordinal, self._trained = len(forwards), frozenset(c.model for c in forwards if c.training)
         for entry in gone:
             pending = entry.pending()
             if pending is not None:
                 pending.error = exception
-        _note_dropped(exception, [e.command for e in gone[1:]])
+        _note_dropped(exception, [e.command for e in gone[1:] if not isinstance(e.command, Drop)])
         for tell in self.on_drop:
             tell()
         self._send_missing()
@@ -368,7 +389,18 @@ class Stream:
             "timeout_s; py-spy shows what a worker's process is doing."
         )
 
+    def steps_per_s(self) -> float | None:
+        """The rate of the steps that were answered, over the last seconds; None before two of them."""
+        if len(self._times) < 2 or self._times[-1][0] == self._times[0][0]:
+            return None
+        (start, first), (end, last) = self._times[0], self._times[-1]
+        return (last - first) / (end - start)
+
     # ---- the end
+
+    def abandon(self) -> None:
+        """Let the workers go without waiting for anything. Idempotent."""
+        self.close(ClosedError("the model was closed before it was ready"))
 
     def close(self, reason: BaseException | None = None) -> None:
         """Wait for what was recorded (unless it failed) and let the workers go. Idempotent."""

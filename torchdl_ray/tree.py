@@ -245,9 +245,9 @@ def join_leaf(
         return values[0]
     if all(isinstance(value, torch.Tensor) for value in values):
         return _join_tensors(values, rows, weights, dim, mean, path)
-    if all(isinstance(value, np.ndarray) for value in values):
-        if joins([value.shape for value in values], rows, dim):
-            return np.concatenate(values, axis=dim)
+    arrays = all(isinstance(value, np.ndarray) for value in values)
+    if arrays and joins([value.shape for value in values], rows, dim):
+        return np.concatenate(values, axis=dim)
     lists = len({type(value) for value in values}) == 1 and type(values[0]) in (list, tuple)
     if lists and all(len(value) == number for value, number in zip(values, rows, strict=True)):
         return type(values[0])(entry for value in values for entry in value)
@@ -321,8 +321,9 @@ def gather(
         if given is not None and (len(given) != len(shards) or not shards):
             raise ArgumentError(f"{name} has {len(given)} entries for {len(shards)} shards; one per shard is expected.")
     parts = [flatten(shard, plain_lists=True) for shard in shards]
-    if len({spec for _, spec in parts}) > 1:
-        raise GatherError(f"the shards have different structures: {_structures(parts)}. {_WAYS_OUT}")
+    odd = next((index for index, (_, spec) in enumerate(parts) if spec != parts[0][1]), None)
+    if odd is not None:
+        raise GatherError(f"shard 0 holds {parts[0][1]}, but shard {odd} holds {parts[odd][1]}. {_WAYS_OUT}")
     leaves, spec = [leaves for leaves, _ in parts], parts[0][1]
     counted = rows if rows is not None else _counted_rows(leaves, dim)
     counts = [_UNKNOWN] * len(shards) if counted is None else list(counted)
@@ -394,12 +395,3 @@ def _equal(left: Any, right: Any) -> bool:
 def _found(values: Sequence[Any]) -> str:
     texts = [f"{v.dtype} {list(v.shape)}" if isinstance(v, torch.Tensor | np.ndarray) else repr(v) for v in values[:4]]
     return ", ".join(text if len(text) <= 60 else text[:57] + "..." for text in texts) + ", ..." * (len(values) > 4)
-
-
-def _structures(parts: list[tuple[list[Any], Spec]]) -> str:
-    leaf_paths = [set(paths(spec, "output")) for _, spec in parts]
-    odd = next((i for i, spec in enumerate(spec for _, spec in parts) if spec != parts[0][1]), 0)
-    extra = sorted(leaf_paths[0] ^ leaf_paths[odd])[:4]
-    return f"shard 0 has {len(parts[0][0])} values, shard {odd} has {len(parts[odd][0])}" + (
-        f"; only one of them has {', '.join(extra)}" if extra else "; their containers are of different classes"
-    )

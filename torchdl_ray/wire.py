@@ -70,12 +70,18 @@ def from_wire(wire: WireTensor, device: torch.device | str | None = None, *, wri
     return (tensor if tensor.dtype == dtype else tensor.view(dtype)).to(target)
 
 
-def pack(value: Any, dumps: Callable[[Any], bytes] = pickle.dumps) -> WireTensor:
-    """Make any cut leaf ready to travel: a tensor as `to_wire`, a numeric array as it is, all else pickled."""
+def pack(value: Any, dumps: Callable[[Any], bytes] = pickle.dumps, *, copy: bool = False) -> WireTensor:
+    """Make any cut leaf ready to travel: a tensor as `to_wire`, a numeric array as it is, all else pickled.
+
+    Args:
+        dumps: pickles lists and other objects (cloudpickle's, for classes of a notebook).
+        copy: share no memory with the value, which its owner may overwrite.
+    """
     if isinstance(value, torch.Tensor):
-        return to_wire(value)
+        return to_wire(value, copy=copy)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return WireTensor(np.ascontiguousarray(value).reshape(value.shape), "numpy", value.shape)
+        array = value.copy() if copy else np.ascontiguousarray(value).reshape(value.shape)
+        return WireTensor(array, "numpy", value.shape)
     return WireTensor(np.frombuffer(dumps(value), dtype=np.uint8), "object", ())
 
 

@@ -26,6 +26,7 @@ from .errors import CollectiveError, StaleMessage
 from .interpreter import Payload, State, execute
 from .program import Backward, Command, Failure, Forward, Kind, Message, Reply, ZeroGrad
 from .replica import PeerFailed, Replica, Stamp, agree
+from .transfer import copy_state
 
 
 class Worker:
@@ -119,6 +120,10 @@ class Worker:
     # ---- commands
 
     def _do(self, command: Command, payload: Payload) -> Any:
+        if isinstance(command, program.Copy):
+            self.position, self.version = copy_state(self.state, command.source, (self.position, self.version))
+            self._torn = False
+            return None
         if command.kind is not Kind.COMMIT:
             if not isinstance(command, program.Drop):
                 self._unagreed = True

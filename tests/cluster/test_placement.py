@@ -220,8 +220,7 @@ ray.shutdown()
 second.release()
 print("done")
 """
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    environment |= {"RAY_ADDRESS": "local", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "RAY_ADDRESS": "local", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
@@ -238,8 +237,8 @@ def test_ray_client_is_refused(monkeypatch):
 
 
 def test_nodes_with_pretended_gpus(ray_cluster, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a driver that sees no GPU
     ray_cluster([{"num_cpus": 1}, {"num_cpus": 2, "num_gpus": 2}, {"num_cpus": 2, "num_gpus": 2}])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a driver that sees no GPU
     assert resolve() == Resources(4, True, 1, 1, {})
     assert resolve(use_gpu=False) == Resources(5, False, 1, 0, {})
     assert resolve(2, resources_per_worker={"GPU": 0}).use_gpu is False

@@ -1,0 +1,347 @@
+"""`Caller`: turns `model(*args, **kwargs)` into one recorded `Forward`, and its answer into RemoteTensors.
+
+Runs on the driver. What crosses with a call: each rank's rows, once, and what all ranks get alike, once. The rows are
+taken from the caller's tensors at the call, so a batch buffer may be written again at once.
+
+Which containers and which leaves a call returns is unknown before it ran. A *kind* of call (method, module modes, grad
+mode, and what the inputs look like without their shapes) is waited for three times; if it returned the same each time it
+is trusted, and the workers check it. A kind that ever varied, or that returns objects that are no tensors, always waits.
+
+Invariant: bad arguments raise before anything is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from ray import cloudpickle
+from torch import Tensor, nn
+
+from . import tree
+from .calls import describe
+from .errors import ArgumentError, GatherError
+from .layout import Layout, ShardPlan
+from .program import Autocast, CallResult, Cut, Forward, RandomKey, Remote, Same, ShardData, Structure
+from .reading import Reading, read, told
+from .remote_call import Input, Owner, RemoteCall, RemoteLink
+from .remote_tensor import RemoteTensor, wide
+from .stream import Stream
+
+TRUSTED_AFTER = 3
+Reduction = str | Mapping[Any, str]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How batches are cut and outputs read; the arguments of `DataParallel` of the same names."""
+
+    dim: int = 0
+    reduction: Reduction = "mean"
+    out_dims: int | Mapping[Any, int] | None = None
+    loss_weight: Callable[..., Any] | None = None
+    microbatch_size: int | None = None
+    output_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    seed: int = 0
+    dynamic_output: bool = False
+
+
+@dataclass
+class Kind:
+    """What is known of one kind of call."""
+
+    structure: Structure | None = None
+    joinable: tuple[bool, ...] = ()
+    met: int = 0
+    varied: bool = False
+
+    def meet(self, structure: Structure, joinable: tuple[bool, ...]) -> None:
+        """Take in what one call returned."""
+        if self.structure is not None and (structure != self.structure or joinable != self.joinable):
+            self.varied = True
+        self.structure, self.joinable = structure, joinable
+        self.met += 1
+
+    @property
+    def trusted(self) -> Structure | None:
+        """The structure to count on, if any."""
+        known = self.structure
+        if known is None or self.varied or self.met < TRUSTED_AFTER:
+            return None
+        return None if any(not k.tensor and k.dtype != "None" for k in known.leaves) else known
+
+
+class Shards:
+    """An output that is no tensor and differs among the replicas; `shards` has the values, one per replica with rows."""
+
+    def __init__(self, shards: Sequence[Any], reason: str) -> None:
+        self.shards = list(shards)
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> Any:
+        raise GatherError(f"{self._reason} (asked for .{name})")
+
+    def __repr__(self) -> str:
+        return f"Shards({self.shards!r})"
+
+
+class Caller:
+    """Records the calls of one model.
+
+    Args:
+        stream: where.
+        model: the model's number on the workers.
+        module: the driver's copy, for its modes.
+        owner: the model's parameters.
+        layout: who gets which rows.
+        options: see `Options`.
+    """
+
+    def __init__(
+        self, stream: Stream, model: int, module: nn.Module, owner: Owner, layout: Layout, options: Options
+    ) -> None:
+        self.stream, self.model, self.module, self.owner = stream, model, module, owner
+        self.layout, self.options = layout, options
+        self.kinds: dict[Any, Kind] = {}
+        stream.on_drop.append(self.forget)
+        self._modules = list(module.modules())
+        self._reduction, self._out_dims = told(options.reduction), told(options.out_dims)
+
+    def forget(self, *_: Any) -> None:
+        """Trust no kind of call any more: something failed."""
+        self.kinds.clear()
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `method` of the module on all workers; returns its output with RemoteTensors as leaves.
+
+        Costs no message by itself; waits for the output's structure the first three times.
+
+        Raises:
+            ScatterError, ArgumentError: inputs that cannot be cut; nothing was recorded.
+        """
+        args, kwargs = self._localised(args), self._localised(kwargs)
+        self.owner.before_call()
+        plan = tree.plan(args, kwargs, self.options.dim, is_remote=self._rows_there)
+        shards = self.layout.shards(plan.rows, self._row_weights(args, kwargs, plan.rows), self.options.microbatch_size)
+        grad = torch.is_grad_enabled()
+        modes = tuple(m.training for m in self._modules)
+        if not any(modes):
+            self.stream.level(self.model)
+        kind = self.kinds.setdefault(self._key(method, modes, grad, plan), Kind())
+        expected = None if self.options.dynamic_output else kind.trusted
+        marks, common, inputs, edges = self._marks(plan, grad)
+        payload = self._payload(plan, shards, marks, common)
+        number = self.stream.new_id()
+        pending = self.stream.record(
+            Forward,
+            payload,
+            model=self.model,
+            call=number,
+            method=method,
+            template=cloudpickle.dumps((marks, plan.spec)),
+            differentiable=tuple(i for i, _, _ in inputs),
+            grad=grad,
+            inference=torch.is_inference_mode_enabled(),
+            training=any(modes),
+            autocast=_autocast(),
+            key=RandomKey(self.options.seed, self.stream.version, self.stream.ordinal),
+            dim=self.options.dim,
+            reduction=self._reduction,
+            out_dims=self._out_dims,
+            expected=expected,
+        )
+        call = RemoteCall(
+            self.stream,
+            self.model,
+            self.owner,
+            pending,
+            number,
+            [s.rows for s in shards],
+            [s.weight for s in shards],
+            [source for _, source, _ in inputs],
+            grad,
+            self.options.output_device,
+        )
+        token = None
+        if grad:
+            with wide():
+                token = call.anchor(edges())
+        if expected is not None:
+            call.learn(expected, self._reading(expected), kind.joinable)
+            return self._outputs(call, token, None)
+        return self._waited(call, token, kind)
+
+    # ---- inputs
+
+    def _localised(self, values: Any) -> Any:
+        """Fetch the RemoteTensors that cannot stay where they are."""
+        leaves, spec = tree.flatten(values)
+        if not any(isinstance(leaf, RemoteTensor) for leaf in leaves):
+            return values
+        return tree.unflatten(spec, [x if self._rows_there(x) is not None else _fetch(x) for x in leaves])
+
+    def _rows_there(self, leaf: Any) -> int | None:
+        """The rows of a leaf that this stream's workers hold cut as this call will be."""
+        if not isinstance(leaf, RemoteTensor):
+            return None
+        found = leaf.source()
+        if found is None:
+            return None
+        call, number, _ = found
+        if not isinstance(call, RemoteCall) or call.stream is not self.stream or call.dim(number) != self.options.dim:
+            return None
+        return call.rows() if call.joins(number) else None
+
+    def _row_weights(self, args: Any, kwargs: Any, rows: int) -> list[float] | None:
+        if self.options.loss_weight is None:
+            return None
+        with torch.no_grad():
+            weights = self.options.loss_weight(*args, **kwargs)
+        found = weights.tolist() if isinstance(weights, Tensor) else list(weights)
+        if len(found) != rows or any(isinstance(w, list) for w in found):
+            raise ArgumentError(
+                f"loss_weight returned {len(found)} weights for a batch of {rows} rows; expected one number per row"
+            )
+        return [float(w) for w in found]
+
+    def _marks(
+        self, plan: tree.Plan, grad: bool
+    ) -> tuple[list[Any], list[Any], list[tuple[int, Input, Any]], Callable[[], list[Tensor]]]:
+        """The leaves with marks in place of tensors, the common arrays, and the differentiable inputs."""
+        marks: list[Any] = []
+        common: list[Any] = []
+        inputs: list[tuple[int, Input, Any]] = []
+        num_cut = 0
+        for i, (leaf, kind) in enumerate(zip(plan.leaves, plan.kind, strict=True)):
+            wants = grad and isinstance(leaf, Tensor) and not isinstance(leaf, RemoteTensor) and leaf.requires_grad
+            if kind in ("cut", "list_cut"):
+                marks.append(Cut(num_cut))
+                num_cut += 1
+                if wants:
+                    inputs.append((i, Input("cut", None, self.options.dim), leaf))
+            elif kind == "remote":
+                call, number, differentiable = leaf.source()
+                marks.append(Remote(call.id, number))
+                if grad and differentiable:
+                    inputs.append((i, Input("remote", call, number), (call, leaf._token)))
+            elif kind == "same_tensor":
+                marks.append(Same(len(common)))
+                common.append(leaf)
+                if wants:
+                    inputs.append((i, Input("same"), leaf))
+            else:
+                marks.append(leaf)
+
+        def edges() -> list[Tensor]:
+            return [RemoteLink.apply(*value) if s.call is not None else value for _, s, value in inputs]
+
+        return marks, common, inputs, edges
+
+    def _payload(
+        self, plan: tree.Plan, shards: Sequence[ShardPlan], marks: Sequence[Any], common: Sequence[Any]
+    ) -> list[tuple[Any, ...]]:
+        cut = [i for i, mark in enumerate(marks) if isinstance(mark, Cut)]
+        same = tuple(self.stream.group.put(tree.pack(value, cloudpickle.dumps)) for value in common)
+        payload = []
+        for shard in shards:
+            arrays = tuple(tree.pack(plan.cut(i, shard.start, shard.stop), cloudpickle.dumps) for i in cut)
+            data = ShardData(shard.index, shard.rows, shard.pieces, arrays)
+            payload.append((self.stream.group.put(data), *same))
+        return payload
+
+    def _key(self, method: str, modes: tuple[bool, ...], grad: bool, plan: tree.Plan) -> Any:
+        leaves = tuple(_signature(leaf, kind) for leaf, kind in zip(plan.leaves, plan.kind, strict=True))
+        return method, modes, grad, plan.spec, leaves
+
+    # ---- outputs
+
+    def _waited(self, call: RemoteCall, token: Tensor | None, kind: Kind) -> Any:
+        results = call.results()
+        structures = [r.structure for r in results]
+        first = structures[0]
+        if first is None or any(s != first for s in structures):
+            kind.varied = True
+            return self._ragged(call, results)
+        call.learn(first, self._reading(first))
+        kind.meet(first, tuple(call.joins(k) for k in range(len(first.leaves))))
+        return self._outputs(call, token, results)
+
+    def _outputs(self, call: RemoteCall, token: Tensor | None, results: Sequence[CallResult] | None) -> Any:
+        assert call.structure is not None
+        objects = [cloudpickle.loads(r.objects) if r.objects else {} for r in results or ()]
+        leaves: list[Any] = []
+        for k, leaf in enumerate(call.structure.leaves):
+            if leaf.tensor:
+                leaves.append(RemoteTensor.of(call, k, token, self.options.output_device))
+            elif leaf.dtype == "None":
+                leaves.append(None)
+            else:
+                leaves.append(self._object(call, k, [o[k] for o in objects]))
+        return tree.unflatten(call.structure.spec, leaves)
+
+    def _object(self, call: RemoteCall, leaf: int, values: list[Any]) -> Any:
+        """One value of objects that are no tensors, by the rules for tensors."""
+        assert call.structure is not None and call.reading is not None
+        ranks = call.ranks()
+        sizes, weights = [call.sizes[r] for r in ranks], [call.weights[r] for r in ranks]
+        path = tree.paths(call.structure.spec, "output")[leaf]
+        reduction = call.reading.reduction[leaf]
+        if len(values) > 1 and all(type(v) in (int, float) for v in values) and len(set(values)) > 1:
+            if reduction == "sum":
+                return sum(values)
+            if any(isinstance(v, float) for v in values):
+                total = sum(weights)
+                return sum(v * w for v, w in zip(values, weights, strict=True) if w) / (total or 1.0)
+        try:
+            return tree.join_leaf(values, sizes, weights, call.dim(leaf), reduction != "sum", path)
+        except GatherError as error:
+            return Shards(values, str(error))
+
+    def _ragged(self, call: RemoteCall, results: Sequence[CallResult]) -> Any:
+        """Replicas returned different structures: right for lists with one entry per row, an error for all else."""
+        parts = []
+        for place, result in enumerate(results):
+            assert result.structure is not None
+            parts.append((place, result.structure))
+        lists = [(s.spec.node is list or s.spec.node is tuple) for _, s in parts]
+        sizes = [call.sizes[r] for r in call.ranks()]
+        children = [len(s.spec.children) for _, s in parts]
+        if not all(lists) or children != sizes:
+            raise GatherError(
+                f"the replicas returned different structures: {describe(parts[0][1])} on rank {call.ranks()[0]}, and "
+                f"{describe(next(s for _, s in parts if s != parts[0][1]))} on another; only a list with one entry "
+                "per row may differ. Return the same structure for every shard, or call model.run"
+            )
+        raise GatherError(
+            f"the model returned a list with one entry per row, of {children} tensors on the replicas; such lists of "
+            "tensors are not joined. Stack or pad them inside the module, or return them with model.run"
+        )
+
+    def _reading(self, structure: Structure) -> Reading:
+        return read(structure, self._reduction, self._out_dims, self.options.dim)
+
+
+def _fetch(leaf: Any) -> Any:
+    return leaf.fetch() if isinstance(leaf, RemoteTensor) else leaf
+
+
+def _signature(leaf: Any, kind: str) -> Any:
+    """What of an input the output's structure may depend on: None, bools, strings and small ints by value."""
+    if kind != "object":
+        return kind
+    if leaf is None or isinstance(leaf, bool | str):
+        return leaf, type(leaf)
+    if isinstance(leaf, int) and abs(leaf) < 1024:
+        return leaf, int
+    return type(leaf)
+
+
+def _autocast() -> Autocast | None:
+    """The driver's autocast state; the workers use it for their own kind of device."""
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+            return Autocast(True, dtype, torch.is_autocast_cache_enabled())
+    return None

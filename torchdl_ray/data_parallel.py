@@ -1,0 +1,426 @@
+"""`DataParallel`: the class the user holds; thin verbs over the stream, the caller, the parameters and the group.
+
+Runs on the driver. What each verb costs in messages stands in its docstring; a training step costs one message per worker
+and brings under 1 KB back.
+
+Invariant: after `close()`, also by an exception, no worker, reservation or port is left, and the user's module is an
+ordinary module again with the newest values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from ray import cloudpickle
+from torch import Tensor, nn
+
+from . import optim, placement, program, view
+from .caller import Caller, Options, Reduction
+from .errors import ArgumentError, BackwardError, OutOfSync, UnsupportedError
+from .group import Group, WorkerGroup
+from .layout import Layout
+from .local_group import LocalGroup
+from .program import LeafKind
+from .remote_parameter import Parameters
+from .remote_tensor import RemoteTensor
+from .resources import check_arguments, resolve
+from .shipping import ship
+from .stream import Pending, Stream
+
+START_TIMEOUT_S = 300.0
+
+
+class DataParallel(nn.Module):
+    """Trains a module on every device of a Ray cluster, with the loop in this process.
+
+    Wrapping sends the module to the workers (one message each, and the weights once) and waits until they hold it. The
+    module's parameters stay usable here: reading one brings its newest value, optimizers over them step on the workers.
+
+    Args:
+        module: any nn.Module, on any device; a module on the meta device is refused.
+        num_workers: how many workers, one device each. None: all GPUs of the cluster, or its CPUs where it has none.
+            0: the module runs in this process, without Ray.
+        dim: the dimension of the inputs' rows, along which batches are cut and outputs joined.
+        use_gpu: None: GPUs if the cluster has any.
+        resources_per_worker: Ray resources, {"CPU": 4, "GPU": 1}; fractions let models share a device.
+        reduction: how 0-dim outputs are read: "mean" (weighted by rows or by `loss_weight`), "sum", or a mapping by
+            output name, {"count": "sum"}; a 0-dim integer has to be told.
+        loss_weight: `fn(*args, **kwargs)` -> one weight per row of the batch (token counts, say), called on the driver.
+        microbatch_size: the most rows in one forward on a worker; the split is exact.
+        out_dims: the dimension of the rows of each output where it is not `dim`: an int, or a mapping by output name.
+        output_device: where fetched outputs come to.
+        backend: "auto", "nccl", "gloo", "shared_memory", a backend of Ray's own registry ("NCCL", "GLOO"), or "local":
+            `num_workers` workers in this process, for debugging.
+        seed: of all random numbers that the module draws on the workers.
+        sync: wait at every verb, so that errors show at their own line.
+        name: what Ray's tools show.
+        dynamic_output: expect another output structure at each call, at the price of a wait per call.
+        workers: another DataParallel, on whose workers this model lives too; it brings no devices of its own.
+        timeout_s: how long to wait for an answer before WaitTimeout; also the limit of every collective.
+        placement_timeout_s: how long to wait for devices.
+        runtime_env: Ray's, for the workers.
+
+    Raises:
+        ArgumentError, UnsupportedError: before anything is sent.
+        PlacementError: the devices cannot be had; nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        num_workers: int | None = None,
+        *,
+        dim: int = 0,
+        use_gpu: bool | None = None,
+        resources_per_worker: Mapping[str, float] | None = None,
+        reduction: Reduction = "mean",
+        loss_weight: Callable[..., Any] | None = None,
+        microbatch_size: int | None = None,
+        out_dims: int | Mapping[Any, int] | None = None,
+        output_device: str | torch.device = "cpu",
+        backend: str = "auto",
+        seed: int = 0,
+        sync: bool = False,
+        name: str | None = None,
+        dynamic_output: bool = False,
+        workers: DataParallel | None = None,
+        timeout_s: float = 600.0,
+        placement_timeout_s: float = START_TIMEOUT_S,
+        runtime_env: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        _check(module, dim, reduction, microbatch_size, loss_weight, timeout_s)
+        options = Options(
+            dim, reduction, out_dims, loss_weight, microbatch_size, torch.device(output_device), seed, dynamic_output
+        )
+        shipment = ship(module)
+        if workers is not None:
+            _check_shared(num_workers, use_gpu, resources_per_worker)
+            stream = workers._stream
+            stream.check_open()
+        else:
+            group = _make_group(
+                num_workers, use_gpu, resources_per_worker, backend, name, timeout_s, placement_timeout_s, runtime_env
+            )
+            stream = Stream(group, timeout_s=timeout_s, sync=sync)
+        hold = self.__dict__  # a plain attribute: as a submodule its parameters would get a prefix
+        try:
+            stream.users += 1
+            model = stream.new_id()
+            handle = stream.group.put(shipment)
+            stream.record(program.AddModel, [(handle,)] * stream.group.size, model=model)
+            stream.finish()
+            hold["_parameters_hub"] = hub = Parameters(module, stream, model)
+            hold["_stream"], hold["_core"], hold["_model"] = stream, module, model
+            hold["_caller"] = Caller(stream, model, module, hub, Layout(stream.group.size), options)
+        except BaseException:
+            stream.users -= 1
+            if stream.users <= 0:
+                stream.abandon()
+            raise
+        hold["_loss"], hold["_name"] = None, name or type(module).__name__
+        hold["_finalizer"] = weakref.finalize(self, _shut_down, stream, hub)
+        self.training = module.training
+
+    # ---- the training loop
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on the batch, cut along `dim` over the workers.
+
+        Args: any nesting of tensors, arrays, lists with one entry per row, and other objects; `replicate(x)` marks what
+            every worker gets whole.
+        Returns: the module's output with RemoteTensors `[rows, ...]` in place of its tensors. Costs no message by
+            itself; the first three calls of a kind wait for the output's structure.
+        Raises: ScatterError before anything is sent.
+        """
+        return self._remember(self._caller.call("forward", args, kwargs))
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As `forward`, for another method of the module: `model.call("encode", x)`. As exact, and differentiable."""
+        if not callable(getattr(type(self._core), method, None)):
+            raise ArgumentError(f"{type(self._core).__name__} has no method {method!r}")
+        return self._remember(self._caller.call(method, args, kwargs))
+
+    def backward(self, scale: float = 1.0) -> None:
+        """Backward from the loss that the last call returned: its one 0-dim float output, times `scale`.
+
+        Equal to `(loss * scale).backward()`. Costs no message by itself.
+        Raises: BackwardError where the last call returned no such output, or several.
+        """
+        losses, held = self._loss or ([], None)
+        if len(losses) != 1:
+            found = "no call was made" if held is None else f"the last call returned {len(losses)} scalars with a graph"
+            raise BackwardError(
+                f"model.backward() needs one loss, but {found}. Return one scalar loss from the module, or call "
+                "(...).backward() on the loss itself"
+            )
+        hold = self.__dict__
+        hold["_loss"] = None
+        (losses[0] if scale == 1.0 else losses[0] * scale).backward()
+
+    def _remember(self, output: Any) -> Any:
+        from .tree import flatten
+
+        leaves, _ = flatten(output)
+        losses = [x for x in leaves if isinstance(x, RemoteTensor) and x.is_scalar() and x.requires_grad]
+        self.__dict__["_loss"] = (losses, True)
+        return output
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. Costs no message by itself."""
+        self._parameters_hub.zero_grad(set_to_none=set_to_none)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        parameters: Iterable[nn.Parameter] | None = None,
+    ) -> Tensor:
+        """Scale the global gradient to a total norm of at most `max_norm`; the workers do it, nothing moves.
+
+        Returns: the norm before, a 0-dim float that waits only when it is looked at.
+        """
+        hub = self._parameters_hub
+        names = tuple(hub.parameters)
+        if parameters is not None:
+            wanted = {id(p) for p in parameters}
+            names = tuple(n for n, p in hub.parameters.items() if id(p) in wanted)
+        hub.before_backward()
+        pending = self._stream.record(
+            program.ClipGradNorm,
+            model=self._model,
+            names=names,
+            max_norm=float(max_norm),
+            norm_type=float(norm_type),
+            error_if_nonfinite=error_if_nonfinite,
+        )
+        hub.after_backward()
+        return RemoteTensor.of(_Answer(pending), 0, None, torch.device("cpu"))
+
+    # ---- the module
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, up to date: its parameters bring their newest values when they are read."""
+        self._refresh()
+        return self._core
+
+    @property
+    def wrapped_module(self) -> nn.Module:
+        """The same as `module`."""
+        return self.module
+
+    def _refresh(self) -> None:
+        if self._finalizer.alive:
+            self._stream.level(self._model)
+            self._parameters_hub.pull()
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
+        """The wrapped module's modules, under their own names: there is no `module.` prefix anywhere."""
+        return self._core.named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The wrapped module's children."""
+        return self._core.named_children()
+
+    def train(self, mode: bool = True) -> DataParallel:
+        """Set the module's mode, here and with the next call on the workers."""
+        self.training = mode
+        self._core.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's state with bare keys: copies on the CPU. One message per worker, waits for all steps."""
+        self._refresh()
+        state = self._core.state_dict(*args, **kwargs)
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                state[key] = value.detach().to("cpu", copy=True)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load the bare module's state; it travels to the workers with the next command."""
+        if assign:
+            raise UnsupportedError("assign=True would replace the parameters that the workers hold; load with assign=False")
+        return self._core.load_state_dict(state_dict, strict)
+
+    def to(self, *args: Any, **kwargs: Any) -> DataParallel:
+        """Does nothing for a device: each worker keeps the module on its own. Raises UnsupportedError for a dtype."""
+        _, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is not None or memory_format is not None:
+            raise UnsupportedError(
+                f"the module is on the workers already; cast it before wrapping: DataParallel(module.to({dtype or memory_format}))"
+            )
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        raise UnsupportedError(
+            "the module is on the workers already: they choose their devices (use_gpu), and a dtype is set before wrapping, "
+            "DataParallel(module.double())"
+        )
+
+    # ---- the workers
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `fn(module, *args, **kwargs)` on every worker and return its results by rank, tensors on the CPU.
+
+        For looking (weights, activations, memory), not for changing: use `change` for that. One message per worker, and
+        waits.
+        """
+        return self._run(fn, args, kwargs, None)
+
+    def _run(self, fn: Callable[..., Any], args: Any, kwargs: Any, ranks: tuple[int, ...] | None) -> list[Any]:
+        self._parameters_hub.before_call()
+        body = cloudpickle.dumps((fn, args, kwargs))
+        return self._stream.record(program.Run, model=self._model, body=body, ranks=ranks).wait("model.run")
+
+    def change(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `fn(module, *args, **kwargs)` on every worker to change parameters or buffers, alike on all. A commit:
+        done once on each replica. One message per worker, and waits."""
+        self._parameters_hub.before_call()
+        body = cloudpickle.dumps((fn, args, kwargs))
+        pending = self._stream.record(program.Change, model=self._model, body=body)
+        self._parameters_hub.after_commit()
+        return pending.wait("model.change")
+
+    @property
+    def replicas(self) -> tuple[view.Replica, ...]:
+        """The replicas; `model.replicas[r].run(fn)` calls a function on one."""
+        group = self._stream.group
+        return tuple(
+            view.Replica(m, d, lambda fn, a, k, r=m.rank: self._run(fn, a, k, (r,))[r])
+            for m, d in zip(group.members, group.devices, strict=True)
+        )
+
+    def check_sync(self) -> tuple[str, ...]:
+        """Compare all replicas' parameters, buffers, optimizer state and reduced gradients, bit by bit.
+
+        Returns: one hash per replica, all equal. Raises: OutOfSync, naming ranks and tensors. One message per worker.
+        """
+        self._parameters_hub.before_call()
+        self._stream.level(self._model)
+        found = self._stream.record(program.Hash, model=self._model).wait("the replicas' hashes")
+        odd = view.differing(found)
+        if odd:
+            raise OutOfSync("the replicas differ. " + "; ".join(f"{n} on ranks {list(r)}" for n, r in odd.items()))
+        return tuple(view.digest(hashes) for hashes in found)
+
+    def flush(self) -> None:
+        """Send what was recorded; does not wait. Raises what earlier commands raised."""
+        self._parameters_hub.before_call()
+        self._stream.flush()
+
+    @property
+    def version(self) -> int:
+        """The number of optimizer steps recorded."""
+        return self._stream.version
+
+    def close(self) -> None:
+        """Finish what was recorded, bring the newest values home, and let the workers go. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> DataParallel:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return view.text(self._name, self._stream, self._finalizer.alive)
+
+    def _repr_html_(self) -> str:
+        return view.html(self._name, self._stream, self._finalizer.alive)
+
+
+class _Answer:
+    """A number that all replicas answer alike, as the source of a RemoteTensor."""
+
+    def __init__(self, pending: Pending) -> None:
+        self.id, self.pending = 0, pending
+
+    def kind(self, leaf: int) -> LeafKind:
+        return LeafKind(True, "float32", 0)
+
+    def shape(self, leaf: int) -> torch.Size:
+        return torch.Size(())
+
+    def is_known(self, leaf: int) -> bool:
+        return self.pending.values is not None
+
+    def fetch(self, leaf: int, token: Tensor | None) -> Tensor:
+        return torch.tensor(self.pending.wait("the gradients' norm")[0], dtype=torch.float32)
+
+    def stand_in(self, leaf: int, token: Tensor) -> Tensor:
+        return torch.zeros(())
+
+    def shards(self, leaf: int, token: Tensor | None) -> list[Tensor]:
+        return [self.fetch(leaf, token)]
+
+    def rows(self) -> int:
+        return 0
+
+
+def _check(module: Any, dim: Any, reduction: Any, microbatch_size: Any, loss_weight: Any, timeout_s: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"DataParallel wraps an nn.Module, not {type(module).__name__}")
+    if isinstance(module, DataParallel):
+        raise ArgumentError("the module is a DataParallel already; wrap the bare module")
+    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+        raise ArgumentError(f"dim is {dim!r}; expected an int of at least 0, the dimension of the inputs' rows")
+    values = list(reduction.values()) if isinstance(reduction, Mapping) else [reduction]
+    if any(v not in ("mean", "sum") for v in values):
+        raise ArgumentError(f"reduction is {reduction!r}; expected 'mean', 'sum', or a mapping of output names to those")
+    if microbatch_size is not None and (isinstance(microbatch_size, bool) or not isinstance(microbatch_size, int) or microbatch_size < 1):
+        raise ArgumentError(f"microbatch_size is {microbatch_size!r}; expected None or an int of at least 1")
+    if loss_weight is not None and not callable(loss_weight):
+        raise ArgumentError(f"loss_weight is {type(loss_weight).__name__}; expected a function of the call's arguments")
+    if not timeout_s > 0:
+        raise ArgumentError(f"timeout_s is {timeout_s!r}; expected a positive number of seconds")
+
+
+def _check_shared(num_workers: Any, use_gpu: Any, resources: Any) -> None:
+    if num_workers is not None or use_gpu is not None or resources is not None:
+        raise ArgumentError("workers=... shares another model's devices; leave out num_workers, use_gpu and resources_per_worker")
+
+
+def _make_group(
+    num_workers: int | None,
+    use_gpu: bool | None,
+    resources_per_worker: Mapping[str, float] | None,
+    backend: str,
+    name: str | None,
+    timeout_s: float,
+    placement_timeout_s: float,
+    runtime_env: Mapping[str, Any] | None,
+) -> Group:
+    if backend == "local" or num_workers == 0 and not isinstance(num_workers, bool):
+        return LocalGroup(num_workers or 1)
+    check_arguments(num_workers, use_gpu, resources_per_worker)
+    placement.start_ray()
+    resources = resolve(num_workers, use_gpu, resources_per_worker)
+    reservation = placement.reserve(resources, placement_timeout_s, name=name or "torchdl_ray")
+    return WorkerGroup(
+        reservation,
+        use_gpu=resources.use_gpu,
+        backend=backend,
+        timeout_s=timeout_s,
+        runtime_env=runtime_env,
+        name=name,
+    )
+
+
+def _shut_down(stream: Stream, hub: Parameters) -> None:
+    """What close, garbage collection and the end of the process do."""
+    try:
+        hub.release()
+    finally:
+        stream.users -= 1
+        if stream.users <= 0:
+            stream.close()
+
+
+optim.install()

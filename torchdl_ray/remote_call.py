@@ -1,0 +1,398 @@
+"""`RemoteCall`: one call of the model, as the driver's autograd engine sees it.
+
+Runs on the driver. Both spellings of backward (`loss.backward()`, `model.backward()`) and losses computed on the driver
+take the same path, the driver's own engine. Each call has one node, the *anchor*, which takes the driver's tensors and
+the remote leaves that require grad, and a dummy leaf that stands for all parameters. The node of every output stashes its
+gradient and hands a zero on, so the anchor runs last and once, and records one `Backward` for the workers.
+
+What crosses: with `Backward`, the rows of gradients of outputs that were fetched, to their owners; nothing for a scalar
+that was not. Gradients of inputs come back only where a tensor of the driver requires them; then the engine waits.
+
+Invariant: nodes never point to RemoteTensors, so outputs that the user drops free the workers' graphs at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from . import tree
+from .errors import BackwardError, GatherError
+from .program import Backward, CallResult, Cut, Describe, Fetch, LeafKind, Link, Seed, Structure
+from .reading import Reading
+from .remote_tensor import no_double_backward
+from .stream import Pending, Stream
+
+
+class Owner(Protocol):
+    """Who keeps the parameters (see remote_parameter.py) and hears of calls and gradients."""
+
+    def before_call(self) -> None:
+        """What the user changed on the driver travels first."""
+
+    def before_backward(self) -> None:
+        """Edited gradients travel first."""
+
+    def after_backward(self) -> None:
+        """What was read of gradients is void."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A differentiable input: a tensor of the driver that was cut, or went whole, or a leaf of an earlier call."""
+
+    kind: str
+    call: RemoteCall | None = None
+    leaf: int = 0
+
+
+class RemoteCall:
+    """A forward on all ranks: sizes and weights of its shards, what is known of its outputs, and its gradients.
+
+    Args:
+        stream, model, owner: where it was recorded.
+        pending: the ranks' `CallResult`s.
+        number: the call's number on the workers.
+        sizes, weights: rows and share of the whole batch by rank.
+        inputs: the differentiable inputs, in the order of the workers' list.
+        grad: whether the call was made in grad mode.
+        device: where outputs come to.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        model: int,
+        owner: Owner,
+        pending: Pending,
+        number: int,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        inputs: Sequence[Input],
+        grad: bool,
+        device: torch.device,
+    ) -> None:
+        self.id = number
+        self.stream, self.model, self.owner = stream, model, owner
+        self.pending = pending
+        self.sizes, self.weights = tuple(sizes), tuple(weights)
+        self.inputs = tuple(inputs)
+        self.grad = grad
+        self.device = device
+        self.structure: Structure | None = None
+        self.reading: Reading | None = None
+        self._joinable: tuple[bool, ...] | None = None
+        self.released = False
+        self.theta = torch.zeros((), requires_grad=grad)  # stands for all parameters
+        self.theta_node = get_gradient_edge(self.theta).node if grad else None
+        self._seeds: dict[int, Tensor] = {}
+        self._shard_seeds: dict[int, dict[int, Tensor]] = {}
+        self._links: list[tuple[int, Link]] = []
+        self._shapes: list[tuple[tuple[int, ...] | None, ...]] | None = None
+
+    def __del__(self) -> None:
+        self.stream.drop_call(self.id)
+
+    def learn(self, structure: Structure, reading: Reading, joinable: tuple[bool, ...] | None = None) -> None:
+        """Take in what the call returns; `joinable` says of each leaf whether it is rows, None: look at the shapes."""
+        self.structure, self.reading, self._joinable = structure, reading, joinable
+
+    def anchor(self, edges: Sequence[Tensor]) -> Tensor:
+        """The token that all differentiable outputs hang on."""
+        token: Tensor = _Anchor.apply(self, self.theta, *edges)
+        return token
+
+    # ---- what is known of the outputs
+
+    def kind(self, leaf: int) -> LeafKind:
+        """See `remote_tensor.Source`."""
+        assert self.structure is not None
+        return self.structure.leaves[leaf]
+
+    def rows(self) -> int:
+        """See `remote_tensor.Source`."""
+        return sum(self.sizes)
+
+    def ranks(self) -> list[int]:
+        """The ranks that had rows."""
+        return [r for r, size in enumerate(self.sizes) if size]
+
+    def results(self) -> list[CallResult]:
+        """What the ranks that had rows told of the call; waits for it."""
+        found = self.pending.wait("a call of the model")
+        return [found[r] for r in self.ranks()]
+
+    def is_known(self, leaf: int) -> bool:
+        """See `remote_tensor.Source`."""
+        return self.kind(leaf).ndim == 0 and self.pending.values is not None
+
+    def shapes(self, leaf: int) -> list[tuple[int, ...]]:
+        """The leaf's shape on each rank that had rows; asks the workers once if they did not tell unasked."""
+        if self._shapes is None:
+            told = [result.shapes for result in self.results()]
+            if any(shapes is None for shapes in told):
+                asked = self.stream.record(Describe, call=self.id).wait("the shapes of a call's outputs")
+                told = [asked[r] for r in self.ranks()]
+            self._shapes = [shapes for shapes in told if shapes is not None]
+        return [shapes[leaf] or () for shapes in self._shapes]
+
+    def shape(self, leaf: int) -> torch.Size:
+        """See `remote_tensor.Source`."""
+        if self.kind(leaf).ndim == 0:
+            return torch.Size(())
+        shapes, dim = self.shapes(leaf), self.dim(leaf)
+        if len(shapes) == 1:
+            return torch.Size(shapes[0])
+        if not tree.joins(shapes, [self.sizes[r] for r in self.ranks()], dim):
+            self.value(leaf)  # raises, and says why
+        whole = list(shapes[0])
+        whole[dim] = sum(s[dim] for s in shapes)
+        return torch.Size(whole)
+
+    def dim(self, leaf: int) -> int:
+        """Along which dimension the leaf has its rows."""
+        assert self.reading is not None
+        return self.reading.dims[leaf]
+
+    def joins(self, leaf: int) -> bool:
+        """Whether the leaf is rows that another call may take where they lie."""
+        if self._joinable is not None:
+            return self._joinable[leaf]
+        kind = self.kind(leaf)
+        if not kind.tensor or kind.ndim <= self.dim(leaf):
+            return False
+        return tree.joins(self.shapes(leaf), [self.sizes[r] for r in self.ranks()], self.dim(leaf))
+
+    # ---- values
+
+    def parts(self, leaf: int) -> list[Tensor]:
+        """The leaf's values on each rank that had rows, without a graph."""
+        dtype = getattr(torch, self.kind(leaf).dtype)
+        if self.kind(leaf).ndim == 0:
+            found = [dict(result.scalars)[leaf] for result in self.results()]
+            return [torch.tensor(value, dtype=dtype, device=self.device) for value in found]
+        wires = self.stream.record(Fetch, call=self.id, leaf=leaf).wait("the values of a model's output")
+        return [tree.from_wire(wires[r], self.device) for r in self.ranks()]
+
+    def value(self, leaf: int) -> Tensor:
+        """The joined value, without a graph."""
+        assert self.reading is not None
+        parts = self.parts(leaf)
+        ranks = self.ranks()
+        sizes, weights = [self.sizes[r] for r in ranks], [self.weights[r] for r in ranks]
+        path = tree.paths(self.structure.spec, "output")[leaf] if self.structure is not None else "output"
+        reduction = self.reading.reduction[leaf]
+        if self.kind(leaf).ndim == 0 and not reduction and len(parts) > 1:
+            raise GatherError(
+                f"{path} is a 0-dim {parts[0].dtype} on each of {len(parts)} replicas "
+                f"({', '.join(str(p.item()) for p in parts[:4])}); say how it is read by reduction={{...: 'sum'}} (or "
+                "'mean') when the model is wrapped, or look at .shards"
+            )
+        joined: Tensor = tree.join_leaf(parts, sizes, weights, self.dim(leaf), reduction != "sum", path)
+        return joined
+
+    def fetch(self, leaf: int, token: Tensor | None) -> Tensor:
+        """See `remote_tensor.Source`."""
+        if token is None or not self.kind(leaf).requires_grad:
+            return self.value(leaf)
+        made: Tensor = _Output.apply(self, leaf, token, True)
+        return made
+
+    def stand_in(self, leaf: int, token: Tensor) -> Tensor:
+        """See `remote_tensor.Source`."""
+        if not (self.grad and self.kind(leaf).requires_grad):
+            return torch.zeros((), dtype=getattr(torch, self.kind(leaf).dtype))
+        made: Tensor = _Output.apply(self, leaf, token, False)
+        return made
+
+    def shards(self, leaf: int, token: Tensor | None) -> list[Tensor]:
+        """See `remote_tensor.Source`."""
+        parts = self.parts(leaf)
+        if token is None or not self.kind(leaf).requires_grad:
+            return parts
+        return [_Shard.apply(self, leaf, rank, token, part) for rank, part in zip(self.ranks(), parts, strict=True)]
+
+    # ---- gradients
+
+    def stash(self, leaf: int, grad: Tensor) -> None:
+        """Keep a gradient of the joined value until the anchor runs."""
+        held = self._seeds.get(leaf)
+        self._seeds[leaf] = grad if held is None else held + grad
+
+    def stash_shard(self, leaf: int, rank: int, grad: Tensor) -> None:
+        """Keep a gradient of one replica's value."""
+        held = self._shard_seeds.setdefault(leaf, {}).get(rank)
+        self._shard_seeds[leaf][rank] = grad if held is None else held + grad
+
+    def stash_link(self, leaf: int, link: Link) -> None:
+        """Keep a gradient that a later call's backward left on the workers."""
+        self._links.append((leaf, link))
+
+    def run_backward(self, keep_graph: bool, full: bool, needs: Sequence[bool]) -> list[Tensor | None]:
+        """Record the workers' backward from all stashed gradients; returns those of the inputs.
+
+        Args:
+            keep_graph: the engine's retain_graph.
+            full: whether parameters get gradients (`backward`), or only inputs do (`autograd.grad`).
+            needs: which inputs' gradients the engine wants.
+        """
+        seeds, self._seeds = self._seeds, {}
+        shard_seeds, self._shard_seeds = self._shard_seeds, {}
+        links, self._links = self._links, []
+        if self.released:
+            raise BackwardError(
+                "backward a second time through a call of the remote model whose graph was freed by the first; pass "
+                "retain_graph=True to the first"
+            )
+        wanted = [i for i, need in enumerate(needs) if need]
+        if not full and not wanted:
+            return [None] * len(needs)
+        commands, arrays = self._seed_commands(seeds, shard_seeds)
+        commands += [Seed(leaf, link) for leaf, link in links]
+        payload = [tuple(self.stream.group.put(a) for a in mine) for mine in arrays]
+        if full:
+            self.owner.before_backward()
+        pending = self.stream.record(
+            Backward,
+            payload,
+            model=self.model,
+            call=self.id,
+            seeds=tuple(commands),
+            keep_graph=keep_graph,
+            full=full,
+            inputs=tuple(i for i in wanted if self.inputs[i].call is None),
+            links=tuple(i for i in wanted if self.inputs[i].call is not None),
+        )
+        self.released = not keep_graph
+        if full:
+            self.owner.after_backward()
+        return self._input_gradients(pending, needs)
+
+    def _seed_commands(
+        self, seeds: dict[int, Tensor], shard_seeds: dict[int, dict[int, Tensor]]
+    ) -> tuple[list[Seed], list[list[Any]]]:
+        """Seeds, and by rank the arrays that they refer to."""
+        assert self.reading is not None
+        commands: list[Seed] = []
+        arrays: list[list[Any]] = [[] for _ in self.sizes]
+        for leaf, grad in seeds.items():
+            if self.kind(leaf).ndim == 0:
+                weighted = self.reading.reduction[leaf] != "sum"
+                commands.append(Seed(leaf, tree.to_wire(grad, copy=True), weighted))
+                continue
+            commands.append(Seed(leaf, Cut(len(arrays[0]))))
+            start = 0
+            for rank, size in enumerate(self.sizes):
+                rows = grad if len(self.ranks()) == 1 else grad.narrow(self.dim(leaf), start, size)
+                arrays[rank].append(tree.to_wire(rows if size else grad.new_zeros(0)))
+                start += size
+        for leaf, by_rank in shard_seeds.items():
+            like = next(iter(by_rank.values()))
+            commands.append(Seed(leaf, Cut(len(arrays[0]))))
+            for rank, (size, part) in enumerate(zip(self.sizes, self._zeros(leaf, by_rank), strict=True)):
+                arrays[rank].append(tree.to_wire(by_rank.get(rank, part) if size else like.new_zeros(0)))
+        return commands, arrays
+
+    def _zeros(self, leaf: int, by_rank: dict[int, Tensor]) -> list[Tensor]:
+        """A zero gradient for each rank whose shard was not used."""
+        like = next(iter(by_rank.values()))
+        if len(by_rank) == len(self.ranks()):
+            return [like] * len(self.sizes)
+        shapes = iter(self.shapes(leaf)) if self.kind(leaf).ndim else iter([()] * len(self.sizes))
+        return [like.new_zeros(next(shapes)) if size else like for size in self.sizes]
+
+    def _input_gradients(self, pending: Pending, needs: Sequence[bool]) -> list[Tensor | None]:
+        found: list[Tensor | None] = [None] * len(needs)
+        driver = [i for i, need in enumerate(needs) if need and self.inputs[i].call is None]
+        for i, need in enumerate(needs):
+            source = self.inputs[i].call
+            if need and source is not None:
+                source.stash_link(self.inputs[i].leaf, Link(pending.command.id, i))
+                found[i] = torch.zeros(())
+        if driver:
+            answers = pending.wait("the gradients of a call's inputs")
+            for place, i in enumerate(driver):
+                parts = [answers[r][place] for r in self.ranks()]
+                grads = [None if p is None else tree.from_wire(p) for p in parts]
+                found[i] = _joined(grads, [self.sizes[r] for r in self.ranks()], self.inputs[i].kind, self.inputs[i].leaf)
+        return found
+
+
+def _joined(grads: list[Tensor | None], sizes: Sequence[int], kind: str, dim: int) -> Tensor | None:
+    """The gradient of a tensor of the driver from those of its shards."""
+    known = [g for g in grads if g is not None]
+    if not known:
+        return None
+    if kind == "same":
+        return torch.stack(known).sum(0) if len(known) > 1 else known[0]
+    whole = []
+    for grad, size in zip(grads, sizes, strict=True):
+        shape = list(known[0].shape)
+        shape[dim] = size
+        whole.append(known[0].new_zeros(shape) if grad is None else grad)
+    return whole[0] if len(whole) == 1 else torch.cat(whole, dim)
+
+
+class _Anchor(torch.autograd.Function):
+    """The node of a call; runs after all of its outputs' nodes."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RemoteCall, theta: Tensor, *edges: Tensor) -> Tensor:
+        ctx.call = call
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        no_double_backward()
+        call: RemoteCall = ctx.call
+        full = torch._C._will_engine_execute_node(call.theta_node)  # type: ignore[attr-defined]
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+        return (None, None, *call.run_backward(keep, full, ctx.needs_input_grad[2:]))
+
+
+class _Output(torch.autograd.Function):
+    """The joined value of a leaf, or a stand-in for it: stashes its gradient with the call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RemoteCall, leaf: int, token: Tensor, real: bool) -> Tensor:
+        ctx.call, ctx.leaf = call, leaf
+        return call.value(leaf) if real else torch.zeros((), dtype=getattr(torch, call.kind(leaf).dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        no_double_backward()
+        ctx.call.stash(ctx.leaf, grad)
+        return None, None, torch.zeros(()), None
+
+
+class _Shard(torch.autograd.Function):
+    """One replica's value of a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RemoteCall, leaf: int, rank: int, token: Tensor, value: Tensor) -> Tensor:
+        ctx.call, ctx.leaf, ctx.rank = call, leaf, rank
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        no_double_backward()
+        ctx.call.stash_shard(ctx.leaf, ctx.rank, grad)
+        return None, None, None, torch.zeros(()), None
+
+
+class RemoteLink(torch.autograd.Function):
+    """A leaf of an earlier call as an input of a later one: its gradient stays on the workers."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RemoteCall, token: Tensor) -> Tensor:
+        ctx.call = call
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return None, torch.zeros(())

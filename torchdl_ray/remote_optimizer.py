@@ -1,0 +1,267 @@
+"""One optimizer on the workers of one stream: what was sent there, and what a step has to send.
+
+Runs on the driver. What crosses: a shipment at adoption, the changes of hyperparameters and memberships with a step, state
+when it is read.
+
+Values are compared with frozen copies of what was last sent, tensors by their bits, so that a learning rate changed in
+place is noticed. A step that was dropped after a failure is noticed by its `Pending`: what it carried is sent again.
+
+Invariant: what is marked as sent is on the workers, or in a command that has not failed.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .adoption import APART, Changes, GroupChange, is_plain, pack_changes, read_state, ship_optimizer
+from .program import Adopt, RandomKey, ReadOptimizer, Step
+from .remote_parameter import Parameters, hub_of
+from .stream import Pending, Stream
+
+BY_VALUE_NUMEL = 4096  # larger tensors among attributes are compared by identity and version
+
+
+class _Missing:
+    """Differs from every value."""
+
+
+MISSING = _Missing()
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A large tensor as it was seen."""
+
+    tensor: Tensor
+    version: int
+
+
+def freeze(value: Any, max_numel: float = BY_VALUE_NUMEL) -> Any:
+    """A copy of `value` to compare with later (see `same`); tensors of remote parameters stand for themselves."""
+    if isinstance(value, Tensor):
+        if hub_of(value) is not None:
+            return value
+        return value.detach().cpu().clone() if value.numel() <= max_numel else Seen(value, value._version)
+    if isinstance(value, dict):
+        return {k: freeze(v, max_numel) for k, v in value.items()}
+    if type(value) in (list, tuple, collections.deque):
+        return type(value)(freeze(v, max_numel) for v in value)
+    return copy.copy(value) if isinstance(value, set) else value
+
+
+def same(value: Any, frozen: Any) -> bool:
+    """Whether `value` is still what `freeze` made `frozen` of."""
+    if isinstance(frozen, Seen):
+        return value is frozen.tensor and value._version == frozen.version
+    if isinstance(value, Tensor) or isinstance(frozen, Tensor):
+        return value is frozen or (isinstance(value, Tensor) and isinstance(frozen, Tensor) and _same_tensor(value, frozen))
+    if isinstance(value, dict):
+        return (
+            isinstance(frozen, dict)
+            and value.keys() == frozen.keys()
+            and all(same(v, frozen[k]) for k, v in value.items())
+        )
+    if type(value) in (list, tuple, collections.deque):
+        return (
+            type(value) is type(frozen)
+            and len(value) == len(frozen)
+            and all(same(v, f) for v, f in zip(value, frozen, strict=True))
+        )
+    if value is frozen:
+        return not isinstance(value, set) or value == frozen
+    return is_plain(value) and type(value) is type(frozen) and bool(value == frozen or (value != value and frozen != frozen))
+
+
+def _same_tensor(a: Tensor, b: Tensor) -> bool:
+    if hub_of(a) is not None or hub_of(b) is not None or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = a.detach().cpu(), b.detach().cpu()
+    if torch.equal(a, b):
+        return True
+    bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]  # a NaN equals itself here
+    return torch.equal(*bits)
+
+
+@dataclass(slots=True)
+class SentGroup:
+    """A group as the workers have it. `members` None: unknown."""
+
+    group: dict[str, Any]
+    id: int
+    values: dict[str, Any]
+    members: tuple[Tensor, ...] | None
+
+
+class RemoteOptimizer:
+    """An optimizer's counterpart on the workers of `stream`, over the parameters of `hubs`."""
+
+    def __init__(self, stream: Stream, hubs: Sequence[Parameters]) -> None:
+        self.stream, self.hubs = stream, tuple(hubs)
+        self.number = stream.new_id()
+        self.adopted: Pending | None = None
+        self.known = {hub.key(name): p for hub in hubs for name, p in hub.parameters.items()}
+        self._keys = {id(p): key for key, p in self.known.items()}
+        self._groups: list[SentGroup] = []
+        self._order: tuple[int, ...] | None = None
+        self._attributes: dict[str, Any] = {}
+        self._unconfirmed: collections.deque[tuple[Pending, Changes]] = collections.deque()
+        self._num_groups = 0
+        weakref.finalize(self, stream.drop_value, self.number).atexit = False
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The workers' name of a parameter."""
+        return self._keys.get(id(tensor))
+
+    # ---- sending
+
+    def adopt(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
+        """Record `Adopt` with the whole optimizer and `state`. Costs no message of its own."""
+        groups = [g for g in optimizer.param_groups if any(id(p) in self._keys for p in g["params"])]
+        sent = []
+        for group in groups:
+            self._num_groups += 1
+            values = {k: freeze(v) for k, v in group.items() if k != "params"}
+            sent.append(SentGroup(group, self._num_groups, values, self._members(group)))
+        shipment = ship_optimizer(optimizer, state, [(s.id, s.group) for s in sent], self.name_of)
+        handle = self.stream.group.put(shipment)
+        adopted = self.stream.record(Adopt, [(handle,)] * self.stream.group.size, optimizer=self.number)
+        self._groups, self._order = sent, tuple(s.id for s in sent)
+        self._attributes = {k: freeze(v) for k, v in optimizer.__dict__.items() if k not in APART}
+        self._unconfirmed.clear()
+        self.adopted = adopted
+
+    def needs_adoption(self, optimizer: Optimizer) -> bool:
+        """Whether the workers lack the optimizer, or an attribute that only travels with all of it has changed."""
+        if self.adopted is None or self.adopted.error is not None:
+            return True
+        return any(
+            v is not self._attributes.get(k, MISSING)
+            for k, v in optimizer.__dict__.items()
+            if k not in APART and not is_plain(v)
+        )
+
+    def step(self, optimizer: Optimizer, seed: int) -> None:
+        """Record `Step` with what changed since the last one. Costs no message of its own."""
+        self._settle()
+        changes, groups = self._changes(optimizer)
+        body = b"" if changes is None else pack_changes(changes, self.name_of)
+        key = RandomKey(seed, self.stream.version, 0)
+        pending = self.stream.record(Step, optimizer=self.number, groups=body, key=key)
+        if changes is not None:
+            self._groups, self._order = groups, changes.order
+            for change in changes.groups:
+                sent = next(g for g in groups if g.id == change.id)
+                sent.values.update({k: freeze(v) for k, v in change.values.items()})
+                for key_gone in change.removed:
+                    sent.values.pop(key_gone, None)
+                sent.members = sent.members if change.members is None else change.members
+            self._attributes.update({k: freeze(v) for k, v in changes.attributes.items()})
+            for name in changes.removed:
+                self._attributes.pop(name, None)
+            self._unconfirmed.append((pending, changes))
+
+    def _members(self, group: dict[str, Any]) -> tuple[Tensor, ...]:
+        return tuple(p for p in group["params"] if id(p) in self._keys)
+
+    def _changes(self, optimizer: Optimizer) -> tuple[Changes | None, list[SentGroup]]:
+        groups: list[SentGroup] = []
+        changed: list[GroupChange] = []
+        for group in optimizer.param_groups:
+            members = self._members(group)
+            if not members:
+                continue
+            sent = next((s for s in self._groups if s.group is group), None)
+            if sent is None:
+                self._num_groups += 1
+                sent = SentGroup(group, self._num_groups, {}, None)
+            groups.append(sent)
+            values = {k: v for k, v in group.items() if k != "params" and not same(v, sent.values.get(k, MISSING))}
+            removed = tuple(k for k in sent.values if k not in group)
+            moved = sent.members is None or not _identical(members, sent.members)
+            if values or removed or moved:
+                frozen = {k: freeze(v, float("inf")) for k, v in values.items()}
+                changed.append(GroupChange(sent.id, frozen, removed, members if moved else None))
+        present = optimizer.__dict__
+        attributes = {
+            k: v for k, v in present.items() if k not in APART and not same(v, self._attributes.get(k, MISSING))
+        }
+        gone = tuple(k for k in self._attributes if k not in present)
+        order = tuple(s.id for s in groups)
+        if not changed and not attributes and not gone and order == self._order:
+            return None, groups
+        return Changes(order, tuple(changed), attributes, gone), groups
+
+    def _settle(self) -> None:
+        """Forget what dropped steps carried, so that it is sent again."""
+        for pending, changes in list(self._unconfirmed):
+            if pending.error is not None:
+                self._order = None
+                for change in changes.groups:
+                    for sent in (s for s in self._groups if s.id == change.id):
+                        sent.values.update(dict.fromkeys([*change.values, *change.removed], MISSING))
+                        sent.members = sent.members if change.members is None else None
+                self._attributes.update(dict.fromkeys([*changes.attributes, *changes.removed], MISSING))
+        while self._unconfirmed and (self._unconfirmed[0][0].values or self._unconfirmed[0][0].error):
+            self._unconfirmed.popleft()
+
+    # ---- reading
+
+    @property
+    def is_there(self) -> bool | None:
+        """Whether the workers have adopted it: None while that is not known."""
+        if self.adopted is None or self.adopted.error is not None:
+            return False
+        return True if self.adopted.values is not None else None
+
+    def read(self, optimizer: Optimizer | None, what: str, *, state: bool = True, names: Sequence[str] = ()) -> Any:
+        """Bring home what steps changed: sets groups and attributes on the driver that the user left alone since, and
+        returns the state. Sends what was recorded, and waits.
+
+        Args:
+            optimizer: the driver's object.
+            what: for the error message of a wait that ends too late.
+            state: whether to bring the tensors of the state.
+            names: attributes and keys of groups that are set in any case.
+        """
+        pending = self.stream.record(ReadOptimizer, optimizer=self.number, state=state)
+        home = read_state(pending.wait(what)[0], self.known)
+        for sent in self._groups:
+            _take_over(sent.group, home["groups"].get(sent.id, {}), sent.values, names)
+        if optimizer is not None:
+            _take_over(optimizer.__dict__, home["attributes"], self._attributes, names)
+        return home["state"]
+
+    def trust(self, attributes: Mapping[str, Any], groups: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
+        """Take note that the workers' step made these changes as well."""
+        for name, value in attributes.items():
+            self._attributes[name] = value
+        for group, key, value in groups:
+            for sent in (s for s in self._groups if s.group is group):
+                sent.values[key] = value
+
+    def altered(self, attributes: Mapping[str, Any]) -> list[str]:
+        """Which of these attributes differ from those that the workers have."""
+        return [k for k, v in attributes.items() if not same(v, self._attributes.get(k, MISSING))]
+
+
+def _identical(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _take_over(target: dict[str, Any], home: Mapping[str, Any], sent: dict[str, Any], names: Sequence[str]) -> None:
+    """Set in `target` what the workers changed and the user did not."""
+    for key, value in home.items():
+        old = sent.get(key, MISSING)
+        untouched = key not in target if old is MISSING else key in target and same(target[key], old)
+        if key in names or (untouched and not same(value, old)):
+            target[key] = value
+            sent[key] = freeze(value)

@@ -1,0 +1,77 @@
+"""How a model looks in a terminal and in a notebook, and what its replicas tell.
+
+Runs on the driver; values and text only, nothing crosses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html as escaping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .placement import Member
+from .stream import Stream
+
+
+class Replica:
+    """One copy of the model: where it is, and a way to call a function on it.
+
+    Args:
+        member: the worker's place.
+        device: its device's name.
+        run: calls a function there.
+    """
+
+    def __init__(self, member: Member, device: str, run: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        self.rank, self.node, self.pid, self.device = member.rank, member.node_ip, member.pid, device
+        self._run = run
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `fn(module, *args, **kwargs)` on this replica; returns its result, tensors on the CPU. Waits."""
+        return self._run(fn, args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"Replica(rank={self.rank}, node={self.node!r}, pid={self.pid}, device={self.device!r})"
+
+
+def digest(hashes: Mapping[str, str]) -> str:
+    """One hash of a replica's named hashes."""
+    text = "\n".join(f"{name} {value}" for name, value in sorted(hashes.items()))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def differing(found: Sequence[Mapping[str, str]]) -> dict[str, tuple[int, ...]]:
+    """The names that are not equal everywhere, with the ranks that differ from the majority."""
+    odd: dict[str, tuple[int, ...]] = {}
+    for name in sorted({n for hashes in found for n in hashes}):
+        values = [hashes.get(name) for hashes in found]
+        usual = max(set(values), key=values.count)
+        ranks = tuple(r for r, value in enumerate(values) if value != usual)
+        if ranks:
+            odd[name] = ranks
+    return odd
+
+
+def _state(stream: Stream, alive: bool) -> str:
+    rate = stream.steps_per_s()
+    return "closed" if not alive else f"step {stream.version}" + (f", {rate:.1f} steps/s" if rate else "")
+
+
+def text(name: str, stream: Stream, alive: bool) -> str:
+    """The model in one line."""
+    group = stream.group
+    nodes = len({m.node_id for m in group.members})
+    kinds = ", ".join(sorted(set(group.devices)))
+    return f"DataParallel({name}, {group.size} workers on {nodes} nodes, {kinds}; {_state(stream, alive)})"
+
+
+def html(name: str, stream: Stream, alive: bool) -> str:
+    """The model as a table, one row per worker."""
+    group = stream.group
+    cells = "".join(
+        f"<tr><td>{m.rank}</td><td>{escaping.escape(m.node_ip)}</td><td>{escaping.escape(d)}</td><td>{m.pid}</td></tr>"
+        for m, d in zip(group.members, group.devices, strict=True)
+    )
+    head = "<tr><th>rank</th><th>node</th><th>device</th><th>pid</th></tr>"
+    return f"<b>DataParallel({escaping.escape(name)})</b>: {_state(stream, alive)}<table>{head}{cells}</table>"
