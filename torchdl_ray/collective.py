@@ -180,7 +180,8 @@ def _make_group(rendezvous: Rendezvous, rank: int) -> tuple[TorchGroup, Callable
         return group, group.destroy_group
     with contextlib.suppress(ValueError):  # registered already
         register_collective_backend(RAY_BACKEND, TorchGroup)
-    ray_collective.init_collective_group(rendezvous.size, rank, RAY_BACKEND, name)
+    backend: Any = RAY_BACKEND  # Ray's annotation knows only its own two
+    ray_collective.init_collective_group(rendezvous.size, rank, backend, name)
     return ray_collective.get_group_handle(name), lambda: ray_collective.destroy_collective_group(name)
 
 
@@ -210,7 +211,7 @@ def _join_ray_backend(rendezvous: Rendezvous, rank: int, stop: Stop) -> Collecti
         )
     watch = Watch(rendezvous.name, rank, rendezvous.timeout_s, stop)
     milliseconds = int(rendezvous.timeout_s * 1000)
-    name: Any = backend  # Ray's annotation knows only its own two
+    name: Any = backend  # see `_make_group`
     ray_collective.init_collective_group(rendezvous.size, rank, name, rendezvous.name, gloo_timeout=milliseconds)
     transport = RayNamed(rank, rendezvous.size, rendezvous.name, watch)
     return Member(rendezvous.name, transport, backend, "", transport.close)

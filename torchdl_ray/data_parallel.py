@@ -28,7 +28,8 @@ from .remote_parameter import Parameters
 from .remote_tensor import RemoteTensor
 from .resources import check_arguments, resolve
 from .shipping import ship
-from .stream import Pending, Stream
+from .entries import Pending
+from .stream import Stream
 
 START_TIMEOUT_S = 300.0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -192,8 +193,11 @@ class WorkerGroup:
         if not self._closed:
             self._closed = True
             self._pending.clear()
-            self._store.close()
             self._reservation.release()
+            # a little later, so that no dying worker complains of a lost connection
+            later = threading.Timer(2.0, self._store.close)
+            later.daemon = True
+            later.start()
 
 
 def _own(data: Any) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import adoption, program, tree
+from . import adoption, operations, program, tree
 from .calls import Call, Calls, Piece, seed_generators, seed_of
 from .collective import Collective
 from .program import Command, Forward, ShardData, WireTensor
@@ -146,27 +146,22 @@ def _clip(command: program.ClipGradNorm, state: State, payload: Payload) -> floa
 
 @execute.register
 def _apply(command: program.Apply, state: State, payload: Payload) -> None:
-    function, args, kwargs = pickle.loads(command.body)
-    leaves, spec = tree.flatten((args, kwargs), is_leaf=_is_reference)
-    args, kwargs = tree.unflatten(spec, [_resolve(leaf, state) for leaf in leaves])
-    with torch.no_grad():
-        result = function(*args, **kwargs)
-    kept, _ = tree.flatten(result)
-    for number, value in zip(command.outputs, kept, strict=True):
-        if number:
-            state.values[number] = value
+    todo, kept = pickle.loads(command.body)
 
+    def find(mark: program.Value | program.Gradient) -> Tensor | None:
+        if isinstance(mark, program.Value):
+            return state.values[mark.id]
+        return state.replicas[mark.model].buckets.grad(mark.name)
 
-def _is_reference(leaf: Any) -> bool:
-    return isinstance(leaf, program.Value | program.Gradient)
+    def share(tensors: Sequence[Tensor]) -> None:
+        if state.size > 1:
+            flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+            state.collective.broadcast(flat, 0)
+            for t, received in zip(tensors, flat, strict=True):
+                t.copy_(received.view(t.dtype).view(t.shape))
 
-
-def _resolve(leaf: Any, state: State) -> Any:
-    if isinstance(leaf, program.Value):
-        return state.values[leaf.id]
-    if isinstance(leaf, program.Gradient):
-        return state.replicas[leaf.model].buckets.grad(leaf.name)
-    return leaf.to(state.device) if isinstance(leaf, Tensor) and leaf.ndim else leaf
+    for number, value in zip(command.outputs, operations.run(todo, kept, find, share), strict=True):
+        state.values[number] = value
 
 
 @execute.register

@@ -252,7 +252,7 @@ class TorchTransport:
     def close(self) -> None:
         """Leave all groups of this process, the default one included. Repeated calls do nothing."""
         if not self._failure:
-            self.abandon("it was closed")
+            self.abandon("it was closed", abort=False)
 
     # For handles
 
@@ -305,6 +305,9 @@ class TorchTransport:
                 wait.check()
                 turns += 1
                 time.sleep(0 if turns < 200 else 0.0001)
+            failure = work.exception()  # NCCL's work counts as completed when it failed, and `wait` would not tell
+            if failure is not None:
+                raise RuntimeError(str(failure))
             work.wait()
             return
         while True:
@@ -317,7 +320,7 @@ class TorchTransport:
                     return
             wait.check()
 
-    def abandon(self, why: str) -> None:
+    def abandon(self, why: str, abort: bool = True) -> None:
         """Leave the groups at once; what is still under way is left to a daemon thread until torch ends it."""
         if self._failure:
             return
@@ -328,9 +331,8 @@ class TorchTransport:
         self._sums.clear()
         if not dist.is_initialized():
             return
-        if self.nccl:
-            abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
-            abort()
+        if self.nccl and abort:
+            dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()
         if stuck:

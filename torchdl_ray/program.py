@@ -264,10 +264,10 @@ class ClipGradNorm(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apply(Command):
-    """Run a torch function on values that are equal on all replicas.
+    """Run torch functions on values that are equal on all replicas.
 
-    `body` is a pickle of (function, args, kwargs) in which `Value` and `Gradient` stand for tensors; the tensors of the
-    result are kept under the numbers `outputs` (0: not kept). Gradients may be changed in place.
+    `body` is a pickle of (operations, kept), see operations.py, in which `Value` and `Gradient` stand for tensors; the
+    results number `kept` are kept under the numbers `outputs`. Gradients may be changed in place.
     """
 
     kind = Kind.COMMIT

@@ -26,7 +26,8 @@ from .errors import BackwardError, GatherError
 from .program import Backward, CallResult, Cut, Describe, Fetch, LeafKind, Link, Seed, Structure
 from .reading import Reading
 from .remote_tensor import no_double_backward
-from .stream import Pending, Stream
+from .entries import Pending
+from .stream import Stream
 
 
 class Owner(Protocol):

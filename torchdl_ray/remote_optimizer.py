@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from .adoption import APART, Changes, GroupChange, is_plain, pack_changes, read_state, ship_optimizer
 from .program import Adopt, RandomKey, ReadOptimizer, Step
 from .remote_parameter import Parameters, hub_of
-from .stream import Pending, Stream
+from .entries import Pending
+from .stream import Stream
 
 BY_VALUE_NUMEL = 4096  # larger tensors among attributes are compared by identity and version
 
@@ -188,8 +189,7 @@ class RemoteOptimizer:
             removed = tuple(k for k in sent.values if k not in group)
             moved = sent.members is None or not _identical(members, sent.members)
             if values or removed or moved:
-                frozen = {k: freeze(v, float("inf")) for k, v in values.items()}
-                changed.append(GroupChange(sent.id, frozen, removed, members if moved else None))
+                changed.append(GroupChange(sent.id, values, removed, members if moved else None))
         present = optimizer.__dict__
         attributes = {
             k: v for k, v in present.items() if k not in APART and not same(v, self._attributes.get(k, MISSING))
@@ -202,7 +202,10 @@ class RemoteOptimizer:
 
     def _settle(self) -> None:
         """Forget what dropped steps carried, so that it is sent again."""
-        for pending, changes in list(self._unconfirmed):
+        waiting: collections.deque[tuple[Pending, Changes]] = collections.deque()
+        for pending, changes in self._unconfirmed:
+            if pending.error is None and pending.values is None:
+                waiting.append((pending, changes))
             if pending.error is not None:
                 self._order = None
                 for change in changes.groups:
@@ -210,8 +213,7 @@ class RemoteOptimizer:
                         sent.values.update(dict.fromkeys([*change.values, *change.removed], MISSING))
                         sent.members = sent.members if change.members is None else None
                 self._attributes.update(dict.fromkeys([*changes.attributes, *changes.removed], MISSING))
-        while self._unconfirmed and (self._unconfirmed[0][0].values or self._unconfirmed[0][0].error):
-            self._unconfirmed.popleft()
+        self._unconfirmed = waiting
 
     # ---- reading
 
@@ -265,3 +267,65 @@ def _take_over(target: dict[str, Any], home: Mapping[str, Any], sent: dict[str, 
         if key in names or (untouched and not same(value, old)):
             target[key] = value
             sent[key] = freeze(value)
+
+
+class RemoteState(collections.defaultdict[Any, Any]):
+    """`optimizer.state` where the state lives on the workers: comes home when looked at."""
+
+    def __init__(self, fetch: Callable[[], dict[Any, Any]]) -> None:
+        super().__init__(dict)
+        self._fetch = fetch
+        self.away = True
+        self._seen: dict[Any, Any] = {}
+
+    def bring_home(self) -> None:
+        """Fetch the state unless it is here. Sends what was recorded, and waits."""
+        if self.away:
+            found = self._fetch()
+            self.away = False
+            dict.update(self, found)
+            self._seen = {k: freeze(v, float("inf")) for k, v in found.items()}
+
+    def send_away(self) -> None:
+        """Forget what is here: the workers are about to change it."""
+        dict.clear(self)
+        self._seen, self.away = {}, True
+
+    def changed(self) -> bool:
+        """Whether the user changed the state after it came home."""
+        if self.away:
+            return False
+        return dict.keys(self) != self._seen.keys() or any(not same(v, self._seen[k]) for k, v in dict.items(self))
+
+    def plain(self) -> collections.defaultdict[Any, Any]:
+        """The state as stock PyTorch holds it."""
+        self.bring_home()
+        return collections.defaultdict(dict, dict(dict.items(self)))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return collections.defaultdict, (dict, dict(self.plain()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> collections.defaultdict[Any, Any]:
+        return copy.deepcopy(self.plain(), memo)
+
+    def __copy__(self) -> collections.defaultdict[Any, Any]:
+        return self.plain()
+
+
+def _at_home(name: str) -> Callable[..., Any]:
+    stock = getattr(collections.defaultdict, name)
+
+    def method(self: RemoteState, *args: Any, **kwargs: Any) -> Any:
+        self.bring_home()
+        return stock(self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__reversed__", "__len__", "__contains__", "__eq__", "__ne__"),
+    *("__or__", "__ror__", "__ior__", "__repr__", "items", "keys", "values", "get", "pop", "popitem", "clear", "update"),
+    *("setdefault", "copy"),
+):
+    setattr(RemoteState, _name, _at_home(_name))

@@ -4,9 +4,9 @@ Runs on the workers, on Linux on x86_64: the counters are plain stores and rely 
 
 The block is a memory file without a name, which peers open through the creator's /proc entry: nothing can be left in
 /dev/shm, whoever is killed when, and the size of /dev/shm is no limit. The memory is taken at once by
-`posix_fallocate`, so that a shortage shows as an OSError here and not as SIGBUS at some later write; and it is not asked
-for where it would be more than a quarter of what is free, since the kernel might rather end a process than refuse. Each
-group has a fresh block, so a stopped peer that wakes late writes into memory that nobody reads.
+`posix_fallocate`, so that a shortage shows as an OSError here and not as SIGBUS at some later write; and it is not
+asked for where it would be more than a quarter of what is free, since the kernel might rather end a process than
+refuse. Each group has a fresh block, so a stopped peer that wakes late writes into memory that nobody reads.
 
 Invariant: each word of the counters has one writer.
 """

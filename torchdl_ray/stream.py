@@ -14,81 +14,21 @@ Invariant: every state change is one assignment or one append, so that an interr
 from __future__ import annotations
 
 import collections
-import os
-import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from . import remote_exception
+from .entries import Entry, Outgoing, Pending, user_site
 from .errors import ClosedError, CollectiveError, TorchdlError, WaitTimeout, WorkerLost
 from .group import Group, Lost
-from .program import Command, Copy, Drop, Failure, Forward, Kind, Message, Reduce, Reply, Step, ZeroGrad
+from .program import Command, Copy, Drop, Forward, Kind, Message, Reduce, Reply, Step, ZeroGrad
+from .setback import decide, describe, failures, forwards
 
 MAX_IN_FLIGHT = 2  # messages on their way at a step boundary
 MAX_WAITING_STEPS = 8  # steps that gather while those are under way
 MAX_LOCAL_ENTRIES = 64  # local commands without a commit, after which the stream asks for a reduction
-
-PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-
-
-class Pending:
-    """What the ranks will answer to one recorded command."""
-
-    __slots__ = ("__weakref__", "command", "error", "stream", "values")
-
-    def __init__(self, stream: Stream, command: Command) -> None:
-        self.stream, self.command = stream, command
-        self.values: list[Any] | None = None
-        self.error: BaseException | None = None
-
-    def wait(self, what: str) -> list[Any]:
-        """The answers by rank; flushes and waits where they are not there yet.
-
-        Raises:
-            WaitTimeout: no rank answered anything within the stream's `timeout_s`.
-            the exception of the command, or of an earlier one.
-        """
-        while self.values is None and self.error is None:
-            self.stream.flush()
-            if self.values is None and self.error is None:
-                self.stream.collect(what)
-        if self.error is not None:
-            raise self.error
-        assert self.values is not None
-        return self.values
-
-
-@dataclass(slots=True)
-class Entry:
-    """A recorded command, each rank's data for it, and who wants the answer."""
-
-    command: Command
-    payload: Sequence[tuple[Any, ...]] | None
-    pending: weakref.ref[Pending]
-
-    @property
-    def is_local(self) -> bool:
-        """Whether a replay has to do it again."""
-        command = self.command
-        if isinstance(command, Forward):
-            return command.is_local
-        return command.kind is Kind.LOCAL or isinstance(command, Drop)
-
-
-@dataclass(slots=True)
-class Outgoing:
-    """A message that was made: its entries and the replies that came."""
-
-    number: int
-    entries: tuple[Entry, ...]
-    resume: bool
-    replies: dict[int, Reply] = field(default_factory=dict)
 
 
 class Stream:
@@ -107,7 +47,7 @@ class Stream:
         self.num_messages = 0
         self.users = 0  # models that live on these workers
         self.reply_bytes: Callable[[Reply], None] | None = None  # a test's hook
-        self.on_drop: list[Callable[[], None]] = []  # told when recorded commits were dropped
+        self.on_drop: list[Callable[[tuple[Command, ...]], None]] = []  # told which commands a failure dropped
         self._id = 0
         self._generation = 0
         self._log: list[Entry] = []  # acknowledged local commands since the last acknowledged commit
@@ -216,7 +156,7 @@ class Stream:
         if self._dead_calls or self._dead_values:
             calls, values = tuple(self._dead_calls), tuple(self._dead_values)
             command = Drop(id=self.new_id(), calls=calls, values=values)
-            self._recorded.append(Entry(command, None, _nobody))
+            self._recorded.append(Entry(command))
             for _ in calls:
                 self._dead_calls.popleft()
             for _ in values:
@@ -249,9 +189,9 @@ class Stream:
             arrived = self.group.receive(max(0.0, min(1.0, deadline - time.monotonic())))
             for item in arrived:
                 self._take(item)
-            while self._outbox and len(self._outbox[0].replies) == self.group.size and not self._failures():
+            while self._outbox and len(self._outbox[0].replies) == self.group.size and not failures(self._outbox):
                 self._acknowledge(self._outbox[0])
-            if self._failures():
+            if failures(self._outbox):
                 self._fail()
             if arrived or wait_s == 0:
                 return
@@ -270,7 +210,7 @@ class Stream:
 
     def _acknowledge(self, outgoing: Outgoing) -> None:
         """All ranks did this message: deliver the answers, and keep of it what a replay would need."""
-        self._deliver(outgoing, outgoing.entries)
+        outgoing.deliver(outgoing.entries, self.group.size)
         log = list(self._log)
         for entry in outgoing.entries:
             if entry.command.kind is Kind.COMMIT:
@@ -282,13 +222,6 @@ class Stream:
         if steps:
             self._times.append((time.monotonic(), self._steps_done))
 
-    def _deliver(self, outgoing: Outgoing, entries: Sequence[Entry]) -> None:
-        results = {rank: dict(reply.results) for rank, reply in outgoing.replies.items()}
-        for entry in entries:
-            pending = entry.pending()
-            if pending is not None and pending.values is None:
-                pending.values = [results[rank].get(entry.command.id) for rank in range(self.group.size)]
-
     @property
     def num_local(self) -> int:
         """Local commands since the last commit: what a replay would do again."""
@@ -299,16 +232,6 @@ class Stream:
 
     # ---- failure
 
-    def _failures(self) -> list[tuple[int, int, Failure]]:
-        """Failures so far, the first first: (command, rank, failure)."""
-        found = [
-            (reply.failure.command, rank, reply.failure)
-            for outgoing in self._outbox
-            for rank, reply in outgoing.replies.items()
-            if reply.failure is not None
-        ]
-        return sorted(found, key=lambda f: (not f[2].own, f[0], f[1]))
-
     def _fail(self) -> None:
         """A command failed: hear all ranks out, go back to the last commit, redo what stood before, and raise."""
         deadline = time.monotonic() + self.timeout_s
@@ -318,7 +241,7 @@ class Stream:
                 self._take(item)
             if time.monotonic() > deadline:
                 raise WaitTimeout(self._describe_wait("all ranks to stop after a failure", self.timeout_s))
-        number, rank, failure = self._failures()[0]
+        number, rank, failure = failures(self._outbox)[0]
         exception = remote_exception.unpack(failure.exception, failure.text) if failure.exception else None
         if not failure.own or exception is None:
             self.close(exception or CollectiveError(f"rank {rank}: {failure.text}"))
@@ -328,39 +251,30 @@ class Stream:
         raise exception
 
     def _go_back(self, number: int, exception: BaseException) -> None:
-        last = [self._outbox[-1].replies[r] for r in range(self.group.size)]
-        entries = [*self._log, *(e for o in self._outbox for e in o.entries), *self._waiting()]
-        stand = [e for e in entries if e.command.id < number]
-        gone = [e for e in entries if e.command.id >= number]
-        committed = [i for i, e in enumerate(stand) if e.command.kind is Kind.COMMIT]
+        setback = decide(self._log, self._outbox, self._waiting(), number)
         for outgoing in self._outbox:
-            self._deliver(outgoing, [e for e in outgoing.entries if e.command.id < number])
-        steps = self._steps_done + sum(isinstance(e.command, Step) for o in self._outbox for e in o.entries if e in stand)
-        replay = [e for e in stand[committed[-1] + 1 if committed else 0 :] if e.is_local]
-        whole = [r for r in last if not (r.failure is not None and r.failure.torn)] or last
-        source = max(whole, key=lambda r: (r.position, -r.rank))
+            outgoing.deliver([e for e in outgoing.entries if e.command.id < number], self.group.size)
         first: list[Entry] = []
-        if any(r.position != source.position or (r.failure is not None and r.failure.torn) for r in last):
-            steps += source.position > min(r.position for r in last) and isinstance(gone[0].command, Step)
-            first.append(Entry(Copy(id=self.new_id(), source=source.rank), None, _nobody))
-        zeroed = [e.command for e in gone if isinstance(e.command, ZeroGrad)]
-        first += [Entry(ZeroGrad(id=self.new_id(), model=c.model, names=c.names, to_none=True), None, _nobody) for c in zeroed]
+        if setback.source is not None:
+            first.append(Entry(Copy(id=self.new_id(), source=setback.source)))
+        for model, names in setback.zeroed:
+            first.append(Entry(ZeroGrad(id=self.new_id(), model=model, names=names, to_none=True)))
+        again = (*first, *setback.redo, *setback.drops)
         self._generation += 1
         self._sent = [0] * self.group.size
-        self._log, self._recorded = [], []
-        drops = [e for e in gone if isinstance(e.command, Drop)]
-        self._outbox = [Outgoing(1, (*first, *replay, *drops), True)]
-        self._made = (1, max(e.command.id for e in entries))
-        self.version = self._steps_done = steps
-        forwards = [e.command for e in replay if isinstance(e.command, Forward)]
-        self.ordinal, self._trained = len(forwards), frozenset(c.model for c in forwards if c.training)
-        for entry in gone:
-            pending = entry.pending()
-            if pending is not None:
-                pending.error = exception
-        _note_dropped(exception, [e.command for e in gone[1:] if not isinstance(e.command, Drop)])
+        self._made = (1, self._id)
+        self._log, self._recorded, self._outbox = [], [], [Outgoing(1, again, True)]
+        self.version = self._steps_done = self._steps_done + setback.num_steps
+        redone = forwards(setback.redo)
+        self.ordinal, self._trained = len(redone), frozenset(c.model for c in redone if c.training)
+        for entry in setback.gone:
+            if entry.pending is not None:
+                entry.pending.error = exception
+        dropped = [e.command for e in setback.gone]
+        if describe(dropped[1:]) and not isinstance(exception, TorchdlError):
+            exception.add_note(f"recorded after it and not done: {describe(dropped[1:])}")
         for tell in self.on_drop:
-            tell()
+            tell(tuple(dropped))
         self._send_missing()
 
     def _lose(self, lost: Lost) -> None:
@@ -378,7 +292,7 @@ class Stream:
         for outgoing in self._outbox:
             if rank not in outgoing.replies and outgoing.entries:
                 commands = [e.command for e in outgoing.entries]
-                return f", while it ran {_names(commands)} (recorded at {commands[0].site})"
+                return f", while it ran {describe(commands)} (recorded at {commands[0].site})"
         return ""
 
     def _describe_wait(self, what: str, waited_s: float) -> str:
@@ -413,35 +327,7 @@ class Stream:
             self._closed = reason or ClosedError("the model was closed")
             for outgoing in self._outbox:
                 for entry in outgoing.entries:
-                    pending = entry.pending()
-                    if pending is not None and pending.values is None:
-                        pending.error = self._closed
+                    if entry.pending is not None and entry.pending.values is None:
+                        entry.pending.error = self._closed
             self._log, self._recorded, self._outbox = [], [], []
             self.group.close()
-
-
-def _nobody() -> None:
-    return None
-
-
-def _names(commands: Sequence[Command]) -> str:
-    names = [type(c).__name__ for c in commands]
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-
-
-def _note_dropped(exception: BaseException, dropped: Sequence[Command]) -> None:
-    if dropped and not isinstance(exception, TorchdlError):
-        exception.add_note(f"recorded after it and not done: {_names(dropped)}")
-
-
-def user_site() -> str:
-    """The innermost line on the stack that belongs neither to this package nor to torch."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((PACKAGE, TORCH, "<frozen")) and "contextlib" not in name:
-            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return ""

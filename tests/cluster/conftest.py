@@ -11,6 +11,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+STORE = {"object_store_memory": 200 * 1024**2}  # bytes; several clusters may run on one machine
 QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
@@ -24,7 +25,7 @@ def _end_of_ray():
 def local_ray():
     """One local Ray with 4 CPUs, kept from test to test."""
     if not ray.is_initialized():
-        ray.init(address="local", num_cpus=4, include_dashboard=False, **QUIET)
+        ray.init(address="local", num_cpus=4, include_dashboard=False, **STORE, **QUIET)
 
 
 @pytest.fixture
@@ -44,10 +45,10 @@ def ray_cluster():
     clusters = []
 
     def start(nodes):
-        cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **nodes[0]})
+        cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **STORE, **nodes[0]})
         clusters.append(cluster)
         for node in nodes[1:]:
-            cluster.add_node(**node)
+            cluster.add_node(**STORE, **node)
         cluster.wait_for_nodes()
         ray.init(address=cluster.address, **QUIET)
         return cluster

@@ -236,6 +236,7 @@ def test_ray_client_is_refused(monkeypatch):
         start_ray()
 
 
+@pytest.mark.slow
 def test_nodes_with_pretended_gpus(ray_cluster, monkeypatch):
     ray_cluster([{"num_cpus": 1}, {"num_cpus": 2, "num_gpus": 2}, {"num_cpus": 2, "num_gpus": 2}])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a driver that sees no GPU

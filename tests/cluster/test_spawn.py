@@ -146,6 +146,7 @@ def test_wrong_arguments(arguments, message):
         spawn(**{"fn": without_arguments, **arguments})
 
 
+@pytest.mark.slow
 def test_several_nodes_and_shared_visibility(ray_cluster):
     ray_cluster([{"num_cpus": 1}, {"num_cpus": 2, "num_gpus": 2}, {"num_cpus": 2, "num_gpus": 2}])
     results = spawn(without_arguments, use_gpu=True)
@@ -157,6 +158,7 @@ def test_several_nodes_and_shared_visibility(ray_cluster):
         assert list(environment.values()) == expected
 
 
+@pytest.mark.slow
 def test_example(nothing_left):
     root = Path(__file__).parents[2]
     done = subprocess.run(
