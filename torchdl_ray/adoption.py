@@ -2,8 +2,8 @@
 
 Runs on both sides. The driver ships the optimizer's class and full `__dict__` (its `__getstate__` would drop attributes
 of subclasses), with parameters by name; the worker rebuilds it around its own parameters. Afterwards a step sends only
-what changed, in absolute values; state comes home when somebody looks at it. What crosses: one `Shipment` at adoption and
-one per look, some bytes with a step whose hyperparameters changed, nothing with other steps.
+what changed, in absolute values; state comes home when somebody looks at it. What crosses: one `Shipment` at adoption
+and one per look, some bytes with a step whose hyperparameters changed, nothing with other steps.
 
 Groups have numbers, so that a removed or reordered group is told from a changed one.
 
@@ -85,20 +85,23 @@ def rehook(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def ship_optimizer(
     optimizer: Optimizer,
-    state: Mapping[Any, Any],
-    groups: Sequence[tuple[int, dict[str, Any]]],
     name_of: Names,
+    state: Mapping[Any, Any] | None = None,
+    groups: Sequence[tuple[int, dict[str, Any]]] | None = None,
 ) -> Shipment:
     """The optimizer, restricted to the parameters that `name_of` knows.
 
     Args:
         optimizer: any subclass of torch.optim.Optimizer.
-        state: the state to ship; entries of unknown parameters stay.
-        groups: the groups to ship, by number.
         name_of: the name that the workers know a parameter by, or None.
+        state: the state to ship (None: the optimizer's own); entries of unknown parameters stay.
+        groups: the groups to ship, by number (None: all, under the numbers that they have on a worker).
     Raises:
         UnsupportedError: an attribute cannot be pickled; names it.
     """
+
+    own = optimizer.state if state is None else state
+    numbered = groups or list(zip(optimizer.__dict__[GROUP_IDS], optimizer.param_groups, strict=True))
 
     def mine(group: dict[str, Any]) -> dict[str, Any]:
         return {**group, "params": [p for p in group["params"] if name_of(p) is not None]}
@@ -110,10 +113,10 @@ def ship_optimizer(
             return None
         attributes = {k: v for k, v in obj.__dict__.items() if k not in DRIVER_ONLY}
         if obj is optimizer:
-            attributes["param_groups"] = [mine(group) for _, group in groups]
-            known = {k: v for k, v in state.items() if not isinstance(k, Tensor) or name_of(k) is not None}
+            attributes["param_groups"] = [mine(group) for _, group in numbered]
+            known = {k: v for k, v in own.items() if not isinstance(k, Tensor) or name_of(k) is not None}
             attributes["state"] = collections.defaultdict(dict, known)
-            attributes[GROUP_IDS] = [number for number, _ in groups]
+            attributes[GROUP_IDS] = [number for number, _ in numbered]
         return rebuild, (type(obj), attributes)
 
     try:

@@ -62,7 +62,9 @@ class Call:
 
     def value(self, leaf: int) -> Any:
         """Output `leaf` of this rank, its pieces joined. A tensor comes detached."""
-        values = [p.outputs[leaf].detach() if isinstance(p.outputs[leaf], Tensor) else p.outputs[leaf] for p in self.pieces]
+        values = [
+            p.outputs[leaf].detach() if isinstance(p.outputs[leaf], Tensor) else p.outputs[leaf] for p in self.pieces
+        ]
         if len(values) == 1:
             return values[0]
         rows, weights = [p.rows for p in self.pieces], [p.weight for p in self.pieces]
@@ -103,7 +105,9 @@ class Call:
         """The shape of every output on this rank, None for objects that are no tensors."""
         if self.structure is None:
             return ()
-        return tuple(tuple(self.value(k).shape) if kind.tensor else None for k, kind in enumerate(self.structure.leaves))
+        return tuple(
+            tuple(self.value(k).shape) if kind.tensor else None for k, kind in enumerate(self.structure.leaves)
+        )
 
 
 def _pickle(obj: Any) -> bytes:
@@ -160,7 +164,8 @@ class Calls:
         each: Callable[[Call, Piece, bool], None] | None = None,
     ) -> Call:
         """Run the module on the shard; `each`, if given, is called after every piece (with: is it the last?) and may
-        run its backward, so that one piece's graph is alive at a time."""
+        run its backward, so that one piece's graph is alive at a time.
+        """
         call = Call(command, data.rows)
         self.live[command.call] = call
         if data.rows == 0:
@@ -174,7 +179,10 @@ class Calls:
         for number, (rows, weight) in enumerate(data.pieces):
             seed_generators(seed_of(command.key, data.index, number), self.device)
             whole = len(data.pieces) == 1
-            mine = [self._leaf(leaf, cut, same, None if whole else slice(start, start + rows), command.dim) for leaf in leaves]
+            mine = [
+                self._leaf(leaf, cut, same, None if whole else slice(start, start + rows), command.dim)
+                for leaf in leaves
+            ]
             inputs = []
             for i in command.differentiable:
                 mine[i] = mine[i].detach().requires_grad_(command.grad)
@@ -224,10 +232,13 @@ class Calls:
 
     def backward(self, command: Backward, data: Sequence[WireTensor], arm: Callable[[], None]) -> tuple[Any, ...]:
         """Run backward through a call; `arm` is called before its last piece. Returns the wanted gradients of inputs,
-        as WireTensors (None where there is none)."""
+        as WireTensors (None where there is none).
+        """
         call = self.live.get(command.call)
         if call is None or call.released:
-            raise BackwardError(f"the graph of call {command.call} is gone; pass retain_graph=True to the backward before")
+            raise BackwardError(
+                f"the graph of call {command.call} is gone; pass retain_graph=True to the backward before"
+            )
         arrived = [tree.from_wire(a, self.device) for a in data]
         found: list[list[Tensor | None]] = []
         start = 0
@@ -291,7 +302,10 @@ class Calls:
             parts = [f[i] for f in found]
             if not parts or all(p is None for p in parts):
                 return None
-            whole = [torch.zeros_like(piece.inputs[i]) if p is None else p for p, piece in zip(parts, call.pieces, strict=True)]
+            whole = [
+                torch.zeros_like(piece.inputs[i]) if p is None else p
+                for p, piece in zip(parts, call.pieces, strict=True)
+            ]
             if i in call.whole_inputs:
                 return torch.stack(whole).sum(0)
             return whole[0] if len(whole) == 1 else torch.cat(whole, call.command.dim)
@@ -319,5 +333,7 @@ def _modes(command: Forward, device: torch.device) -> Any:
         cast = command.autocast
         if cast is not None:
             dtype = getattr(torch, cast.dtype)
-            stack.enter_context(torch.autocast(device.type, dtype=dtype, enabled=cast.enabled, cache_enabled=cast.cache))
+            stack.enter_context(
+                torch.autocast(device.type, dtype=dtype, enabled=cast.enabled, cache_enabled=cast.cache)
+            )
         yield

@@ -17,19 +17,18 @@ import torch
 from ray import cloudpickle
 from torch import Tensor, nn
 
-from . import optim, placement, program, view
+from . import optim, program, view
 from .caller import Caller, Options, Reduction
+from .entries import Pending
 from .errors import ArgumentError, BackwardError, OutOfSync, UnsupportedError
-from .group import Group, WorkerGroup
 from .layout import Layout
-from .local_group import LocalGroup
 from .program import LeafKind
 from .remote_parameter import Parameters
 from .remote_tensor import RemoteTensor
-from .resources import check_arguments, resolve
 from .shipping import ship
-from .entries import Pending
 from .stream import Stream
+from .tree import flatten
+from .workforce import check_module, check_options, check_shared, open_group
 
 START_TIMEOUT_S = 300.0
 
@@ -93,17 +92,18 @@ class DataParallel(nn.Module):
         runtime_env: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        _check(module, dim, reduction, microbatch_size, loss_weight, timeout_s)
+        check_module(module)
+        check_options(dim, reduction, microbatch_size, loss_weight, timeout_s)
         options = Options(
             dim, reduction, out_dims, loss_weight, microbatch_size, torch.device(output_device), seed, dynamic_output
         )
         shipment = ship(module)
         if workers is not None:
-            _check_shared(num_workers, use_gpu, resources_per_worker)
+            check_shared(num_workers, use_gpu, resources_per_worker)
             stream = workers._stream
             stream.check_open()
         else:
-            group = _make_group(
+            group = open_group(
                 num_workers, use_gpu, resources_per_worker, backend, name, timeout_s, placement_timeout_s, runtime_env
             )
             stream = Stream(group, timeout_s=timeout_s, sync=sync)
@@ -163,8 +163,6 @@ class DataParallel(nn.Module):
         (losses[0] if scale == 1.0 else losses[0] * scale).backward()
 
     def _remember(self, output: Any) -> Any:
-        from .tree import flatten
-
         leaves, _ = flatten(output)
         losses = [x for x in leaves if isinstance(x, RemoteTensor) and x.is_scalar() and x.requires_grad]
         self.__dict__["_loss"] = (losses, True)
@@ -246,7 +244,9 @@ class DataParallel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the bare module's state; it travels to the workers with the next command."""
         if assign:
-            raise UnsupportedError("assign=True would replace the parameters that the workers hold; load with assign=False")
+            raise UnsupportedError(
+                "assign=True would replace the parameters that the workers hold; load with assign=False"
+            )
         return self._core.load_state_dict(state_dict, strict)
 
     def to(self, *args: Any, **kwargs: Any) -> DataParallel:
@@ -281,7 +281,8 @@ class DataParallel(nn.Module):
 
     def change(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `fn(module, *args, **kwargs)` on every worker to change parameters or buffers, alike on all. A commit:
-        done once on each replica. One message per worker, and waits."""
+        done once on each replica. One message per worker, and waits.
+        """
         self._parameters_hub.before_call()
         body = cloudpickle.dumps((fn, args, kwargs))
         pending = self._stream.record(program.Change, model=self._model, body=body)
@@ -363,55 +364,6 @@ class _Answer:
 
     def rows(self) -> int:
         return 0
-
-
-def _check(module: Any, dim: Any, reduction: Any, microbatch_size: Any, loss_weight: Any, timeout_s: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise ArgumentError(f"DataParallel wraps an nn.Module, not {type(module).__name__}")
-    if isinstance(module, DataParallel):
-        raise ArgumentError("the module is a DataParallel already; wrap the bare module")
-    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
-        raise ArgumentError(f"dim is {dim!r}; expected an int of at least 0, the dimension of the inputs' rows")
-    values = list(reduction.values()) if isinstance(reduction, Mapping) else [reduction]
-    if any(v not in ("mean", "sum") for v in values):
-        raise ArgumentError(f"reduction is {reduction!r}; expected 'mean', 'sum', or a mapping of output names to those")
-    if microbatch_size is not None and (isinstance(microbatch_size, bool) or not isinstance(microbatch_size, int) or microbatch_size < 1):
-        raise ArgumentError(f"microbatch_size is {microbatch_size!r}; expected None or an int of at least 1")
-    if loss_weight is not None and not callable(loss_weight):
-        raise ArgumentError(f"loss_weight is {type(loss_weight).__name__}; expected a function of the call's arguments")
-    if not timeout_s > 0:
-        raise ArgumentError(f"timeout_s is {timeout_s!r}; expected a positive number of seconds")
-
-
-def _check_shared(num_workers: Any, use_gpu: Any, resources: Any) -> None:
-    if num_workers is not None or use_gpu is not None or resources is not None:
-        raise ArgumentError("workers=... shares another model's devices; leave out num_workers, use_gpu and resources_per_worker")
-
-
-def _make_group(
-    num_workers: int | None,
-    use_gpu: bool | None,
-    resources_per_worker: Mapping[str, float] | None,
-    backend: str,
-    name: str | None,
-    timeout_s: float,
-    placement_timeout_s: float,
-    runtime_env: Mapping[str, Any] | None,
-) -> Group:
-    if backend == "local" or num_workers == 0 and not isinstance(num_workers, bool):
-        return LocalGroup(num_workers or 1)
-    check_arguments(num_workers, use_gpu, resources_per_worker)
-    placement.start_ray()
-    resources = resolve(num_workers, use_gpu, resources_per_worker)
-    reservation = placement.reserve(resources, placement_timeout_s, name=name or "torchdl_ray")
-    return WorkerGroup(
-        reservation,
-        use_gpu=resources.use_gpu,
-        backend=backend,
-        timeout_s=timeout_s,
-        runtime_env=runtime_env,
-        name=name,
-    )
 
 
 def _shut_down(stream: Stream, hub: Parameters) -> None:

@@ -48,7 +48,8 @@ class Group(Protocol):
 
     def put(self, data: Any) -> Any:
         """Make data of one rank, or common data, ready to travel; returns a handle for `send`. It is copied now, so
-        that its owner may write into its tensors afterwards."""
+        that its owner may write into its tensors afterwards.
+        """
 
     def send(self, rank: int, message: Message, payload: Mapping[int, Sequence[Any]]) -> None:
         """Start a message on its way; does not wait."""

@@ -160,8 +160,8 @@ def _apply(command: program.Apply, state: State, payload: Payload) -> None:
             for t, received in zip(tensors, flat, strict=True):
                 t.copy_(received.view(t.dtype).view(t.shape))
 
-    for number, value in zip(command.outputs, operations.run(todo, kept, find, share), strict=True):
-        state.values[number] = value
+    results = operations.run(todo, kept, find, share, state.device)
+    state.values.update(zip(command.outputs, results, strict=True))
 
 
 @execute.register
@@ -289,9 +289,10 @@ def _hash(command: program.Hash, state: State, payload: Payload) -> dict[str, st
     names = state.key_of()
     for number, optimizer in state.optimizers.items():
         for p, values in optimizer.state.items():
-            for key, value in values.items():
+            owner = names(p) if isinstance(p, Tensor) else p
+            for key, value in values.items() if isinstance(values, dict) else [("", values)]:
                 if isinstance(value, Tensor):
-                    found[f"optimizer {number}: {names(p)}.{key}"] = value
+                    found[f"optimizer {number}: {owner}.{key}"] = value
     return {name: hash_tensor(tensor) for name, tensor in found.items()}
 
 

@@ -53,7 +53,9 @@ class _Meeting:
             with self.changed:
                 while len(self.given.get(number, {})) < self.size and not self.stopped:
                     if not self.changed.wait(0.1) and time.monotonic() > deadline:
-                        raise CollectiveError(f"ranks {sorted(self.given.get(number, {}))} of {self.size} came in {TIMEOUT_S} s")
+                        raise CollectiveError(
+                            f"ranks {sorted(self.given.get(number, {}))} of {self.size} came in {TIMEOUT_S} s"
+                        )
                 if self.stopped:
                     raise CollectiveError(self.stopped)
                 found = [self.given[number][r] for r in range(self.size)]
@@ -142,7 +144,9 @@ class LocalGroup:
                 worker.join(LocalCollective(self._meeting, worker.state.rank))
                 self._inbox.append(queue.Queue())
             for worker in self.workers:
-                threading.Thread(target=self._serve, args=(worker,), name=f"torchdl-{worker.state.rank}", daemon=True).start()
+                threading.Thread(
+                    target=self._serve, args=(worker,), name=f"torchdl-{worker.state.rank}", daemon=True
+                ).start()
 
     def put(self, data: Any) -> Any:
         """See `group.Group`."""

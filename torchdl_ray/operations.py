@@ -43,7 +43,7 @@ class Operation:
 _VALUE_PROPERTIES = frozenset(("H", "T", "_grad", "data", "grad", "imag", "mH", "mT", "real"))
 _METADATA_METHODS = (
     "__hash__ __len__ dim dim_order element_size get_device has_names is_complex is_conj is_contiguous "
-    "is_floating_point is_inference is_neg is_non_overlapping_and_dense is_pinned is_same_size is_set_to is_shared is_signed nelement "
+    "is_floating_point is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed nelement "
     "ndimension numel requires_grad_ retain_grad size storage_offset stride _is_view data_ptr is_distributed "
     "resolve_conj_ __dir__"
 )
@@ -158,7 +158,9 @@ Find = Callable[[Value | Gradient], Tensor | None]
 Share = Callable[[Sequence[Tensor]], None]
 
 
-def run(operations: Sequence[Operation], kept: Sequence[int], find: Find, share: Share) -> list[Any]:
+def run(
+    operations: Sequence[Operation], kept: Sequence[int], find: Find, share: Share, device: torch.device
+) -> list[Any]:
     """Run operations in order, without recording gradients.
 
     Args:
@@ -166,6 +168,7 @@ def run(operations: Sequence[Operation], kept: Sequence[int], find: Find, share:
         kept: the numbers of the results to return.
         find: the tensor of a mark.
         share: overwrite tensors by those of rank 0.
+        device: where constants go that are no single numbers.
     """
     results: list[Any] = []
     doubtful: dict[int, Tensor] = {}  # by identity: may differ between replicas in the last bit
@@ -180,7 +183,9 @@ def run(operations: Sequence[Operation], kept: Sequence[int], find: Find, share:
     def resolve(leaf: Any) -> Any:
         if isinstance(leaf, Local):
             return results[leaf]
-        return find(leaf) if isinstance(leaf, Value | Gradient) else leaf
+        if isinstance(leaf, Value | Gradient):
+            return find(leaf)
+        return leaf.to(device) if isinstance(leaf, Tensor) and leaf.ndim and not leaf.is_meta else leaf
 
     with torch.no_grad():
         for operation in operations:

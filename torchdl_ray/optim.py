@@ -1,14 +1,14 @@
 """Stock optimizers, adopted to run on the workers.
 
-Runs on the driver. Importing this module installs one global step hook of torch. For an optimizer over remote parameters
-that hook only installs ours as the optimizer's own last one, because global hooks run before the user's and fire twice for
-`super().step()`. Ours records `Step`, and lets the stock `step` run on a stand-in that holds only the driver's own
-parameters, so that return values, counters, schedulers and wrappers behave. What crosses: see remote_optimizer.py; a step
-without changed hyperparameters sends nothing of its own.
+Runs on the driver. Importing this module installs one global step hook of torch. For an optimizer over remote
+parameters that hook only installs ours as the optimizer's own last one, because global hooks run before the user's and
+fire twice for `super().step()`. Ours records `Step`, and lets the stock `step` run on a stand-in that holds only the
+driver's own parameters, so that return values, counters, schedulers and wrappers behave. What crosses: see
+remote_optimizer.py; a step without changed hyperparameters sends nothing of its own.
 
 These steps run on the driver, on gradients and parameters that are fetched and written back, which is exact but slower:
-steps of an optimizer that holds another one (Lookahead, SAM; the inner one runs on the workers), and steps with a closure
-unless the class is torch's own and calls it just once.
+steps of an optimizer that holds another one (Lookahead, SAM; the inner one runs on the workers), and steps with a
+closure unless the class is torch's own and calls it just once.
 
 Invariant: an exception at any point of a step leaves the optimizer usable; nothing is kept between two steps that only
 the end of the first would take back.
@@ -30,14 +30,14 @@ import torch
 from torch import Tensor
 from torch.amp import grad_scaler
 from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from .adoption import APART, HOOK_NAMES
+from .entries import PACKAGE, TORCH
 from .errors import UnsupportedError
 from .remote_optimizer import RemoteOptimizer, RemoteState
 from .remote_parameter import Parameters, hub_of
 from .stand_in import StandIn, runs_empty
-from .entries import PACKAGE, TORCH
 
 STEP_WRAPPER = Optimizer.profile_hook_step(lambda self: None).__code__
 WHAT = "the optimizer's state"
@@ -66,7 +66,13 @@ def release_optimizers(hub: Parameters) -> None:
     hub.optimizers.clear()
 
 
-def install(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def install() -> None:
+    """Register torch's global hook, once per process."""
+    if all(hook is not before_step for hook in _global_optimizer_pre_hooks.values()):
+        register_optimizer_step_pre_hook(before_step)
+
+
+def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Torch's global hook before each step: makes ours the optimizer's own last one."""
     if not is_remote(optimizer):
         return
@@ -76,8 +82,8 @@ def install(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     if ours is None:
         adopted = Adopted()
         ours = optimizer.register_step_pre_hook(adopted).id
-        optimizer.register_step_post_hook(adopted.finish)
-        optimizer._optimizer_step_post_hooks.move_to_end(next(reversed(optimizer._optimizer_step_post_hooks)), last=False)
+        after = optimizer.register_step_post_hook(adopted.finish).id
+        optimizer._optimizer_step_post_hooks.move_to_end(after, last=False)  # type: ignore[attr-defined]
         optimizer.register_state_dict_pre_hook(adopted.before_state_dict, prepend=True)
     hooks.move_to_end(ours)  # type: ignore[attr-defined]
 
@@ -154,8 +160,8 @@ class Adopted:
         found: dict[Any, Any] = {}
         for remote in self.remotes:
             if remote.is_there is False:
-                names = {k: v for k, v in (self._backup or {}).items() if not isinstance(k, Tensor) or remote.name_of(k)}
-                found.update(names)
+                kept = (self._backup or {}).items()
+                found.update({k: v for k, v in kept if not isinstance(k, Tensor) or remote.name_of(k)})
             else:
                 found.update(remote.read(optimizer, WHAT))
         found.update({k: v for k, v in self._own.items() if isinstance(k, Tensor) and hub_of(k) is None})
@@ -208,21 +214,20 @@ class Adopted:
             reason = "its step has a closure"
         elif any(o is not optimizer and is_remote(o) for o in _inner_optimizers(optimizer)):
             reason = "it holds another optimizer, which runs on the workers"
-        elif not stock and _is_nested(optimizer):
-            return True
         else:
-            return False
+            return not stock and _is_nested(optimizer)
         name = type(optimizer).__name__
         if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
             raise UnsupportedError(
-                f"{name}.step would run on the driver, because {reason}; but the driver has no copy of this model, which was "
-                "built on the meta device. Use an optimizer whose step() runs without a closure, or build the model with data."
+                f"{name}.step would run on the driver, because {reason}; but the driver has no copy of this model, which "
+                "was built on the meta device. Use an optimizer whose step() runs without a closure, or build the model "
+                "with data."
             )
         if not self._warned:
             self._warned = True
             _warn(
-                f"{name}.step runs on the driver, because {reason}: it fetches the gradients and parameters that it reads "
-                "and writes back what it changes, which is exact but slower."
+                f"{name}.step runs on the driver, because {reason}: it fetches the gradients and parameters that it "
+                "reads and writes back what it changes, which is exact but slower."
             )
         if self.state is not None and optimizer.state is self.state:
             self.state.bring_home()
@@ -279,9 +284,8 @@ def _refuse_scaler() -> None:
             return
         if frame.f_code.co_filename == grad_scaler.__file__:
             raise UnsupportedError(
-                "torch.amp.GradScaler steps an optimizer whose parameters are on the workers: each worker would have to skip "
-                "the same steps. Drop the scaler and make the model with DataParallel(..., precision='fp16') (or 'bf16', "
-                "which needs no scaling), which scales and skips on the workers."
+                "torch.amp.GradScaler stepped an optimizer whose parameters are on the workers, where it cannot skip a "
+                "step. Drop the scaler: autocast around the call with dtype=torch.bfloat16 needs none, and float32 works."
             )
         frame = frame.f_back
 
@@ -295,4 +299,4 @@ def _warn(text: str) -> None:
     warnings.warn(text, UserWarning, stacklevel=level + 1)
 
 
-register_optimizer_step_pre_hook(install)
+install()

@@ -20,9 +20,21 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
-import numpy as np
-
-Number = int | float | bool | complex
+from .payload import Autocast as Autocast
+from .payload import CallResult as CallResult
+from .payload import Cut as Cut
+from .payload import Gradient as Gradient
+from .payload import LeafKind as LeafKind
+from .payload import Link as Link
+from .payload import Number as Number
+from .payload import RandomKey as RandomKey
+from .payload import Remote as Remote
+from .payload import Same as Same
+from .payload import Seed as Seed
+from .payload import ShardData as ShardData
+from .payload import Structure as Structure
+from .payload import Value as Value
+from .payload import WireTensor as WireTensor
 
 
 class Kind(Enum):
@@ -31,131 +43,6 @@ class Kind(Enum):
     PURE = "pure"
     LOCAL = "local"
     COMMIT = "commit"
-
-
-@dataclass(frozen=True, slots=True)
-class WireTensor:
-    """A tensor as it travels: contiguous numpy bytes, and the dtype that numpy may not know (bf16, complex32, ...)."""
-
-    array: np.ndarray[Any, Any]
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Marks a leaf of the arguments that is cut: number `index` of the rank's own arrays."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Same:
-    """Marks a leaf of the arguments that all ranks get alike: number `index` of the common arrays."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Remote:
-    """Marks a leaf of the arguments that lies on the workers already: output `leaf` of call `call`."""
-
-    call: int
-    leaf: int
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """Refers to a value that lies on all workers alike (see `Apply`), by its number."""
-
-    id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """Refers to the reduced gradient of the parameter `name` of model `model`."""
-
-    model: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class LeafKind:
-    """What is known of one output leaf before its value. `tensor` False means any other Python object, whose `dtype` is
-    "None" or "object"."""
-
-    tensor: bool
-    dtype: str = ""
-    ndim: int = -1
-    requires_grad: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """Which containers and which leaves a call returned; `spec` is hashable and made by `tree.flatten`."""
-
-    spec: Any
-    leaves: tuple[LeafKind, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RandomKey:
-    """Names one stream of random numbers, equal in every replay (see `seed_of` in worker.py)."""
-
-    seed: int
-    version: int
-    ordinal: int
-
-
-@dataclass(frozen=True, slots=True)
-class Autocast:
-    """The driver's autocast state at a call; device types are replaced by the worker's own."""
-
-    enabled: bool
-    dtype: str
-    cache: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class ShardData:
-    """One rank's part of a call's inputs.
-
-    `rows` is its number of rows (0: the rank takes part without running the module), `weight` its share of the whole
-    batch, in the interval [0, 1], `index` its place in the batch; `pieces` are the rows of each forward on the worker
-    (more than one under `microbatch_size`) with the share of each in the whole batch. `arrays` hold the cut leaves, as
-    `wire.pack` makes them.
-    """
-
-    index: int
-    rows: int
-    pieces: tuple[tuple[int, float], ...]
-    arrays: tuple[WireTensor, ...]
-
-    @property
-    def weight(self) -> float:
-        """This shard's share of the whole batch."""
-        return sum(weight for _, weight in self.pieces)
-
-
-@dataclass(frozen=True, slots=True)
-class Seed:
-    """A gradient that enters a call's graph at output `leaf`.
-
-    `source` is a number or 0-dim tensor (all ranks alike; scaled by the piece's weight where `weighted`), the index of
-    a cut array in the rank's data, or a `Link` to a gradient that another call's backward left on the worker.
-    """
-
-    leaf: int
-    source: WireTensor | Cut | Link
-    weighted: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """The gradient that backward `command` of a later call left for its input number `index`."""
-
-    command: int
-    index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,7 +183,8 @@ class WriteGrad(Command):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configure(Command):
     """Set module modes, plain attributes and requires_grad: `modes` by module name, `attributes` a pickle of
-    {(module name, attribute): value}, `requires_grad` by parameter name. Only what differs from the last one sent."""
+    {(module name, attribute): value}, `requires_grad` by parameter name. Only what differs from the last one sent.
+    """
 
     kind = Kind.COMMIT
     model: int
@@ -309,7 +197,8 @@ class Configure(Command):
 class Adopt(Command):
     """Build the optimizer `optimizer` from `body` (see adoption.py), replacing one of the same number.
 
-    `body` and its tensors come as payload: (bytes, WireTensors)."""
+    `body` and its tensors come as payload: (bytes, WireTensors).
+    """
 
     kind = Kind.COMMIT
     optimizer: int
@@ -349,7 +238,8 @@ class AddModel(Command):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy(Command):
     """Take over rank `source`'s whole state: models, optimizers, gradients, position. Only the first in a resumed
-    generation, when a failure left replicas different."""
+    generation, when a failure left replicas different.
+    """
 
     source: int
 
@@ -395,7 +285,8 @@ class ReadValue(Command):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptimizer(Command):
     """Rank 0 replies with what its steps changed (see `adoption.ship_state`), the others with None. `state` False leaves
-    the tensors of the state out."""
+    the tensors of the state out.
+    """
 
     optimizer: int
     state: bool = True
@@ -415,22 +306,6 @@ class Hash(Command):
     """Reply with {tensor name: hash} over parameters, buffers, optimizer state and reduced gradients."""
 
     model: int
-
-
-@dataclass(frozen=True, slots=True)
-class CallResult:
-    """What a worker tells of a call unasked.
-
-    `structure` and `shapes` are None where the expected structure was met. `scalars` are the 0-dim tensor outputs,
-    (leaf, value). `objects` are the outputs that are no tensors, as a pickle of {leaf: object}. `ran` is False where the
-    rank had no rows.
-    """
-
-    ran: bool
-    structure: Structure | None = None
-    shapes: tuple[tuple[int, ...] | None, ...] | None = None
-    scalars: tuple[tuple[int, Number], ...] = ()
-    objects: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ Told = str | tuple[tuple[str, Any], ...]
 @dataclass(frozen=True, slots=True)
 class Reading:
     """For each leaf: its reduction where it is 0-dim ("mean", "sum", or "" where nobody told), and the dimension of its
-    rows."""
+    rows.
+    """
 
     reduction: tuple[str, ...]
     dims: tuple[int, ...]

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from . import tree
+from .entries import Pending
 from .errors import BackwardError, GatherError
 from .program import Backward, CallResult, Cut, Describe, Fetch, LeafKind, Link, Seed, Structure
 from .reading import Reading
 from .remote_tensor import no_double_backward
-from .entries import Pending
 from .stream import Stream
 
 
@@ -320,7 +320,9 @@ class RemoteCall:
             for place, i in enumerate(driver):
                 parts = [answers[r][place] for r in self.ranks()]
                 grads = [None if p is None else tree.from_wire(p) for p in parts]
-                found[i] = _joined(grads, [self.sizes[r] for r in self.ranks()], self.inputs[i].kind, self.inputs[i].leaf)
+                found[i] = _joined(
+                    grads, [self.sizes[r] for r in self.ranks()], self.inputs[i].kind, self.inputs[i].leaf
+                )
         return found
 
 

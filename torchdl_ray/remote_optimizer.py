@@ -1,7 +1,7 @@
 """One optimizer on the workers of one stream: what was sent there, and what a step has to send.
 
-Runs on the driver. What crosses: a shipment at adoption, the changes of hyperparameters and memberships with a step, state
-when it is read.
+Runs on the driver. What crosses: a shipment at adoption, the changes of hyperparameters and memberships with a step,
+state when it is read.
 
 Values are compared with frozen copies of what was last sent, tensors by their bits, so that a learning rate changed in
 place is noticed. A step that was dropped after a failure is noticed by its `Pending`: what it carried is sent again.
@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .adoption import APART, Changes, GroupChange, is_plain, pack_changes, read_state, ship_optimizer
+from .entries import Pending
 from .program import Adopt, RandomKey, ReadOptimizer, Step
 from .remote_parameter import Parameters, hub_of
-from .entries import Pending
 from .stream import Stream
 
 BY_VALUE_NUMEL = 4096  # larger tensors among attributes are compared by identity and version
@@ -64,7 +64,8 @@ def same(value: Any, frozen: Any) -> bool:
     if isinstance(frozen, Seen):
         return value is frozen.tensor and value._version == frozen.version
     if isinstance(value, Tensor) or isinstance(frozen, Tensor):
-        return value is frozen or (isinstance(value, Tensor) and isinstance(frozen, Tensor) and _same_tensor(value, frozen))
+        both = isinstance(value, Tensor) and isinstance(frozen, Tensor)
+        return value is frozen or (both and _same_tensor(value, frozen))
     if isinstance(value, dict):
         return (
             isinstance(frozen, dict)
@@ -79,7 +80,9 @@ def same(value: Any, frozen: Any) -> bool:
         )
     if value is frozen:
         return not isinstance(value, set) or value == frozen
-    return is_plain(value) and type(value) is type(frozen) and bool(value == frozen or (value != value and frozen != frozen))
+    if type(value) is not type(frozen) or not is_plain(value):
+        return False
+    return bool(value == frozen or (value != value and frozen != frozen))
 
 
 def _same_tensor(a: Tensor, b: Tensor) -> bool:
@@ -132,7 +135,7 @@ class RemoteOptimizer:
             self._num_groups += 1
             values = {k: freeze(v) for k, v in group.items() if k != "params"}
             sent.append(SentGroup(group, self._num_groups, values, self._members(group)))
-        shipment = ship_optimizer(optimizer, state, [(s.id, s.group) for s in sent], self.name_of)
+        shipment = ship_optimizer(optimizer, self.name_of, state, [(s.id, s.group) for s in sent])
         handle = self.stream.group.put(shipment)
         adopted = self.stream.record(Adopt, [(handle,)] * self.stream.group.size, optimizer=self.number)
         self._groups, self._order = sent, tuple(s.id for s in sent)
@@ -324,8 +327,8 @@ def _at_home(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__reversed__", "__len__", "__contains__", "__eq__", "__ne__"),
-    *("__or__", "__ror__", "__ior__", "__repr__", "items", "keys", "values", "get", "pop", "popitem", "clear", "update"),
-    *("setdefault", "copy"),
+    *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__reversed__", "__len__", "__contains__", "__eq__"),
+    *("__ne__", "__or__", "__ror__", "__ior__", "__repr__", "items", "keys", "values", "get", "pop", "popitem", "clear"),
+    *("update", "setdefault", "copy"),
 ):
     setattr(RemoteState, _name, _at_home(_name))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,36 +22,10 @@ from torch.utils import _pytree as pytree
 
 from .errors import UnsupportedError
 from .program import LeafKind
+from .source import Source
 
 MAX_DEPTH = 64  # of an expression of remote scalars, before it is computed
 NUMBERS = (int, float, bool)
-
-
-class Source(Protocol):
-    """The call that an output leaf comes from (see remote_call.py)."""
-
-    id: int
-
-    def kind(self, leaf: int) -> LeafKind:
-        """What is known of the leaf without waiting."""
-
-    def shape(self, leaf: int) -> torch.Size:
-        """The joined shape; may wait for metadata, never for values."""
-
-    def is_known(self, leaf: int) -> bool:
-        """Whether the value is here already, so that reading it neither waits nor sends."""
-
-    def fetch(self, leaf: int, token: Tensor | None) -> Tensor:
-        """The joined value, with the graph attached where there is one."""
-
-    def stand_in(self, leaf: int, token: Tensor) -> Tensor:
-        """A 0-dim tensor on the driver whose gradient is the leaf's."""
-
-    def shards(self, leaf: int, token: Tensor | None) -> list[Tensor]:
-        """The values of each replica that had rows, with the graph attached."""
-
-    def rows(self) -> int:
-        """The number of rows of the whole batch."""
 
 
 class RemoteTensor(torch.Tensor):
@@ -73,7 +47,9 @@ class RemoteTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, dtype: torch.dtype, device: torch.device, guard: bool) -> RemoteTensor:
-        made: RemoteTensor = torch.Tensor._make_wrapper_subclass(cls, (0,), dtype=dtype, device=device, requires_grad=guard)
+        made: RemoteTensor = torch.Tensor._make_wrapper_subclass(
+            cls, (0,), dtype=dtype, device=device, requires_grad=guard
+        )
         return made
 
     def __init__(self, dtype: torch.dtype, device: torch.device, guard: bool) -> None:
@@ -139,7 +115,7 @@ class RemoteTensor(torch.Tensor):
             return self._original.is_scalar()
         if self._call is not None:
             kind = self._call.kind(self._leaf)
-            return kind.ndim == 0 and TensorDtype(kind).is_floating_point
+            return kind.ndim == 0 and has_mean(kind)
         return True
 
     def handle(self) -> Tensor:
@@ -156,7 +132,8 @@ class RemoteTensor(torch.Tensor):
 
     def source(self) -> tuple[Source, int, bool] | None:
         """(call, leaf, differentiable) if the rows still lie on the workers as they are here, so that another call may
-        take them there."""
+        take them there.
+        """
         origin = self if self._original is None else self._original
         call = origin._call
         if call is None or call.kind(origin._leaf).ndim <= 0:
@@ -177,7 +154,11 @@ class RemoteTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -195,10 +176,16 @@ class RemoteTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # Only code that switched __torch_function__ off comes here; values are right, a gradient would fail loudly.
-        values = pytree.tree_map(lambda x: x.fetch().detach() if isinstance(x, RemoteTensor) else x, (args, kwargs or {}))
+        values = pytree.tree_map(
+            lambda x: x.fetch().detach() if isinstance(x, RemoteTensor) else x, (args, kwargs or {})
+        )
         return func(*values[0], **values[1])
 
     def __format__(self, spec: str) -> str:
@@ -214,16 +201,10 @@ class RemoteTensor(torch.Tensor):
         return self.fetch().detach().__reduce_ex__(protocol)
 
 
-class TensorDtype:
-    """The dtype of a leaf that is a tensor, as torch knows it."""
-
-    def __init__(self, kind: LeafKind) -> None:
-        self.dtype: torch.dtype = getattr(torch, kind.dtype)
-
-    @property
-    def is_floating_point(self) -> bool:
-        """Whether values of it have a mean."""
-        return self.dtype.is_floating_point or self.dtype.is_complex
+def has_mean(kind: LeafKind) -> bool:
+    """Whether values of a leaf have a mean: floats and complex numbers."""
+    dtype: torch.dtype = getattr(torch, kind.dtype)
+    return dtype.is_floating_point or dtype.is_complex
 
 
 @contextlib.contextmanager

@@ -132,7 +132,8 @@ class Replica:
 
     def _level(self, collective: Collective, names: Iterable[str], weights: list[float]) -> None:
         """Make changed buffers equal: floats b0 + sum of w_r (b_r - b0), so that equal ones stay as they are to the bit;
-        integers and bools their maximum."""
+        integers and bools their maximum.
+        """
         buffers = self.buffers
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for name in names:

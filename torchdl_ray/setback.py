@@ -37,7 +37,8 @@ class Setback:
 
 def failures(outbox: Sequence[Outgoing]) -> list[tuple[int, int, Failure]]:
     """The failures in the replies as (command, rank, failure): a rank's own before what it learnt of others', then the
-    lowest command, then the lowest rank."""
+    lowest command, then the lowest rank.
+    """
     found = [
         (reply.failure.command, rank, reply.failure)
         for outgoing in outbox

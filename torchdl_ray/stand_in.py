@@ -27,8 +27,8 @@ class StandIn:
     Args:
         optimizer: the driver's object.
         state: the state of the driver's own parameters.
-        fill: give groups that would be empty one number as a parameter, and keep attributes apart, for classes whose step
-            fails without parameters.
+        fill: give groups that would be empty one number as a parameter, and keep attributes apart, for classes whose
+            step fails without parameters.
     """
 
     def __init__(self, optimizer: Optimizer, state: collections.defaultdict[Any, Any], fill: bool) -> None:
@@ -61,8 +61,11 @@ class StandIn:
         }
 
     def changes(self, optimizer: Optimizer) -> tuple[dict[str, Any], list[tuple[dict[str, Any], str, Any]], list[str]]:
-        """Sets counters on `optimizer` as they are here. Returns them, those of groups, and the names of all else that
-        changed, whose values only the workers know."""
+        """Set counters on `optimizer` as they are here.
+
+        Returns: those of its attributes, those of its groups, and the names of all else that changed, whose values only
+            the workers know.
+        """
         attributes: dict[str, Any] = {}
         groups: list[tuple[dict[str, Any], str, Any]] = []
         others: list[str] = []
@@ -94,10 +97,13 @@ def _filler(p: Tensor) -> Tensor:
 
 
 def _without_remote(value: Any) -> Any:
-    """A list, tuple or dict without remote parameters; the object itself where it holds none."""
+    """A list, tuple or dict without remote parameters, and ones in the place of one; else the object itself."""
     if isinstance(value, dict):
-        kept = {k: _without_remote(v) for k, v in value.items() if not _is_remote_tensor(k) and not _is_remote_tensor(v)}
+        own = {k: v for k, v in value.items() if not _is_remote_tensor(k) and not _is_remote_tensor(v)}
+        kept = {k: _without_remote(v) for k, v in own.items()}
         return value if len(kept) == len(value) and all(kept[k] is v for k, v in value.items()) else kept
+    if _is_remote_tensor(value):
+        return torch.ones(value.shape, dtype=value.dtype)
     if type(value) in (list, tuple):
         items = [_without_remote(v) for v in value if not _is_remote_tensor(v)]
         return value if len(items) == len(value) and all(map(_is, items, value)) else type(value)(items)

@@ -70,7 +70,12 @@ class Stream:
         return self._id
 
     def record(
-        self, kind: type[Command], payload: Sequence[tuple[Any, ...]] | None = None, *, id: int | None = None, **fields: Any
+        self,
+        kind: type[Command],
+        payload: Sequence[tuple[Any, ...]] | None = None,
+        *,
+        id: int | None = None,
+        **fields: Any,
     ) -> Pending:
         """Append a command; nothing is sent yet (unless `sync`). Costs no message.
 
@@ -98,7 +103,8 @@ class Stream:
 
     def level(self, model: int) -> None:
         """Before anybody looks at buffers: if a training forward ran since the last commit, make them equal on all
-        replicas by a commit of their own. Costs a command, no wait."""
+        replicas by a commit of their own. Costs a command, no wait.
+        """
         if model in self._trained and self.group.size > 1:
             self.record(Reduce, model=model)
 

@@ -113,7 +113,9 @@ class Worker:
             replica.undo()
 
     def _reply(self, message: Message, results: list[tuple[int, Any]], failure: Failure | None, start: float) -> Reply:
-        found = tuple((i, value.result() if isinstance(value, Call) else value) for i, value in results if value is not None)
+        found = tuple(
+            (i, value.result() if isinstance(value, Call) else value) for i, value in results if value is not None
+        )
         busy_s = time.perf_counter() - start
         return Reply(self.state.rank, message.generation, message.number, self.position, found, failure, busy_s)
 
@@ -143,7 +145,8 @@ class Worker:
 
     def _needs(self) -> list[Replica]:
         """The replicas with something to reduce; the same on all ranks. A commit takes everything along, so that what
-        is equal at the last commit is equal at every one."""
+        is equal at the last commit is equal at every one.
+        """
         return [r for r in self.state.replicas.values() if r.buckets.pending or r.trained]
 
     def _agree(self, command: Command, failed: bool = False) -> None:
