@@ -141,8 +141,8 @@ class Buckets:
                 self._launch_full()
             elif name in self._fired and self._is_launched(bucket):
                 raise UnsupportedError(
-                    f"the gradient of parameter '{name}' changed after its reduction had begun (reentrant checkpointing "
-                    "with tied weights does that): use torch.utils.checkpoint with use_reentrant=False"
+                    f"the gradient of parameter '{name}' changed after its reduction had begun (reentrant "
+                    "checkpointing with tied weights does that): use torch.utils.checkpoint with use_reentrant=False"
                 )
 
         return accumulated

@@ -4,8 +4,9 @@ Runs on the driver. What crosses with a call: each rank's rows, once, and what a
 taken from the caller's tensors at the call, so a batch buffer may be written again at once.
 
 Which containers and which leaves a call returns is unknown before it ran. A *kind* of call (method, module modes, grad
-mode, and what the inputs look like without their shapes) is waited for three times; if it returned the same each time it
-is trusted, and the workers check it. A kind that ever varied, or that returns objects that are no tensors, always waits.
+mode, and what the inputs look like without their shapes) is waited for three times; if it returned the same each time
+it is trusted, and the workers check it. A kind that ever varied, or that returns objects that are no tensors, always
+waits.
 
 Invariant: bad arguments raise before anything is recorded.
 """
@@ -74,7 +75,7 @@ class Kind:
 
 
 class Shards:
-    """An output that is no tensor and differs among the replicas; `shards` has the values, one per replica with rows."""
+    """An output that is no tensor and differs among the replicas; `shards` has one value per replica with rows."""
 
     def __init__(self, shards: Sequence[Any], reason: str) -> None:
         self.shards = list(shards)
@@ -283,7 +284,8 @@ class Caller:
 
     def _object(self, call: RemoteCall, leaf: int, values: list[Any]) -> Any:
         """One value of objects that are no tensors, by the rules for tensors."""
-        assert call.structure is not None and call.reading is not None
+        assert call.structure is not None
+        assert call.reading is not None
         ranks = call.ranks()
         sizes, weights = [call.sizes[r] for r in ranks], [call.weights[r] for r in ranks]
         path = tree.paths(call.structure.spec, "output")[leaf]

@@ -215,8 +215,8 @@ class Calls:
         expected = call.command.expected
         if expected is not None and structure != expected:
             raise StructureChanged(
-                f"{call.command.method} returned {describe(structure)}, but {describe(expected)} in earlier calls of the "
-                "same kind; build the model with dynamic_output=True if its output varies"
+                f"{call.command.method} returned {describe(structure)}, but {describe(expected)} in earlier calls "
+                "of the same kind; build the model with dynamic_output=True if its output varies"
             )
         if call.structure is not None and structure != call.structure:
             raise StructureChanged(

@@ -1,7 +1,7 @@
 """`DataParallel`: the class the user holds; thin verbs over the stream, the caller, the parameters and the group.
 
-Runs on the driver. What each verb costs in messages stands in its docstring; a training step costs one message per worker
-and brings under 1 KB back.
+Runs on the driver. What each verb costs in messages stands in its docstring; a training step costs one message per
+worker and brings under 1 KB back.
 
 Invariant: after `close()`, also by an exception, no worker, reservation or port is left, and the user's module is an
 ordinary module again with the newest values.
@@ -254,14 +254,15 @@ class DataParallel(nn.Module):
         _, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         if dtype is not None or memory_format is not None:
             raise UnsupportedError(
-                f"the module is on the workers already; cast it before wrapping: DataParallel(module.to({dtype or memory_format}))"
+                "the module is on the workers already; cast it before wrapping: "
+                f"DataParallel(module.to({dtype or memory_format}))"
             )
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         raise UnsupportedError(
-            "the module is on the workers already: they choose their devices (use_gpu), and a dtype is set before wrapping, "
-            "DataParallel(module.double())"
+            "the module is on the workers already: they choose their devices (use_gpu), and a dtype is set before "
+            "wrapping, DataParallel(module.double())"
         )
 
     # ---- the workers

@@ -1,8 +1,8 @@
 """What each command does on a worker, once the worker has found that it may be done.
 
 Runs on the worker; knows torch, not Ray. One function per command of program.py, chosen by the command's type. Commits
-come here after all ranks agreed and what they reduce has been reduced; nothing here waits for a peer, except that a clip
-factor is taken from rank 0.
+come here after all ranks agreed and what they reduce has been reduced; nothing here waits for a peer, except that a
+clip factor is taken from rank 0.
 
 Invariant: a commit does the same to every replica, given the same state.
 """
@@ -135,8 +135,8 @@ def _clip(command: program.ClipGradNorm, state: State, payload: Payload) -> floa
     state.collective.broadcast([norm], 0)  # one number for all, whatever the threads of each replica
     if command.error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
-            f"The total norm of order {command.norm_type} for gradients is {norm.item()}, so it cannot be clipped; pass "
-            "error_if_nonfinite=False to scale by it anyway"
+            f"The total norm of order {command.norm_type} for gradients is {norm.item()}, so it cannot be clipped; "
+            "pass error_if_nonfinite=False to scale by it anyway"
         )
     factor = torch.clamp(command.max_norm / (norm + 1e-6), max=1.0)
     for grad in grads:

@@ -1,9 +1,9 @@
 """`LocalGroup`: workers in the driver's own process, without Ray.
 
 Runs on the driver. With one worker (`num_workers=0`) a message is executed in the caller's thread, inside `send`, so
-breakpoints and print statements in the model work. With more, each worker has a thread, and they take turns: one computes
-while the others wait in a reduction or for a message. That is for tests and for debugging how a batch is cut; it is not
-faster than one. Nothing crosses a process.
+breakpoints and print statements in the model work. With more, each worker has a thread, and they take turns: one
+computes while the others wait in a reduction or for a message. That is for tests and for debugging how a batch is cut;
+it is not faster than one. Nothing crosses a process.
 
 Invariant: the driver's own stream of random numbers is left alone.
 """

@@ -23,7 +23,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,11 +59,17 @@ def release_optimizers(hub: Parameters) -> None:
 
     To be called before the workers go. Costs one message and wait per optimizer.
     """
-    for optimizer in list(hub.optimizers):
+    for optimizer in list(_adopted_over(hub)):
         for hook in list(optimizer._optimizer_step_pre_hooks.values()):
             if isinstance(hook, Adopted):
                 hook.release(optimizer)
-    hub.optimizers.clear()
+    _adopted_over(hub).clear()
+
+
+def _adopted_over(hub: Parameters) -> weakref.WeakSet[Optimizer]:
+    """The optimizers whose state is on the workers of this model."""
+    found: weakref.WeakSet[Optimizer] = vars(hub).setdefault("optimizers", weakref.WeakSet())
+    return found
 
 
 def install() -> None:
@@ -94,7 +100,7 @@ class Adopted:
     def __init__(self) -> None:
         self.remotes: list[RemoteOptimizer] = []  # one per stream
         self.state: RemoteState | None = None
-        self._optimizer: weakref.ref[Optimizer] = _nobody
+        self._optimizer: Callable[[], Optimizer | None] = _nobody
         self._own: collections.defaultdict[Any, Any] = collections.defaultdict(dict)  # the stand-in's state
         self._backup: dict[Any, Any] | None = None  # what was shipped, until the workers have it
         self._stand: StandIn | None = None
@@ -203,7 +209,7 @@ class Adopted:
         self.state.send_away()
         optimizer.state = self.state
         for hub in hubs:
-            hub.optimizers.add(optimizer)
+            _adopted_over(hub).add(optimizer)
 
     # ---- steps on the driver
 
@@ -219,9 +225,9 @@ class Adopted:
         name = type(optimizer).__name__
         if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
             raise UnsupportedError(
-                f"{name}.step would run on the driver, because {reason}; but the driver has no copy of this model, which "
-                "was built on the meta device. Use an optimizer whose step() runs without a closure, or build the model "
-                "with data."
+                f"{name}.step would run on the driver, because {reason}; but the driver has no copy of this model, "
+                "which was built on the meta device. Use an optimizer whose step() runs without a closure, or build "
+                "the model with data."
             )
         if not self._warned:
             self._warned = True
@@ -285,7 +291,7 @@ def _refuse_scaler() -> None:
         if frame.f_code.co_filename == grad_scaler.__file__:
             raise UnsupportedError(
                 "torch.amp.GradScaler stepped an optimizer whose parameters are on the workers, where it cannot skip a "
-                "step. Drop the scaler: autocast around the call with dtype=torch.bfloat16 needs none, and float32 works."
+                "step. Drop the scaler: autocast around the call in torch.bfloat16 needs none, and float32 works."
             )
         frame = frame.f_back
 

@@ -146,8 +146,8 @@ class CallResult:
     """What a worker tells of a call unasked.
 
     `structure` and `shapes` are None where the expected structure was met. `scalars` are the 0-dim tensor outputs,
-    (leaf, value). `objects` are the outputs that are no tensors, as a pickle of {leaf: object}. `ran` is False where the
-    rank had no rows.
+    (leaf, value). `objects` are the outputs that are no tensors, as a pickle of {leaf: object}. `ran` is False where
+    the rank had no rows.
     """
 
     ran: bool

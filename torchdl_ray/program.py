@@ -58,9 +58,9 @@ class Command:
 class Forward(Command):
     """Run `method` of the module on this rank's shard and keep outputs and graph under `call`.
 
-    `template` is a pickle of the leaves of (args, kwargs), with `Cut`, `Same` or `Remote` in place of tensors, and their
-    spec (see `tree.flatten`); `differentiable` are the positions of leaves whose gradient may be asked for. Replies with
-    a `CallResult`. Payload: the rank's `ShardData`, then the common arrays.
+    `template` is a pickle of the leaves of (args, kwargs), with `Cut`, `Same` or `Remote` in place of tensors, and
+    their spec (see `tree.flatten`); `differentiable` are the positions of leaves whose gradient may be asked for.
+    Replies with a `CallResult`. Payload: the rank's `ShardData`, then the common arrays.
     """
 
     model: int
@@ -88,8 +88,8 @@ class Forward(Command):
 class Backward(Command):
     """Run backward from `seeds` through call `call`.
 
-    `full` False leaves parameters alone (`torch.autograd.grad` for inputs). `inputs` are the differentiable inputs whose
-    gradients the driver wants back (reply: their rows), `links` those that stay here for an earlier call.
+    `full` False leaves parameters alone (`torch.autograd.grad` for inputs). `inputs` are the differentiable inputs
+    whose gradients the driver wants back (reply: their rows), `links` those that stay here for an earlier call.
     """
 
     kind = Kind.LOCAL
@@ -131,7 +131,7 @@ class AddGrad(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduce(Command):
-    """Sum the local gradients over all replicas and level the buffers. Replies with the names whose grad is not None."""
+    """Sum the local gradients over all ranks and level the buffers. Replies with the names whose grad is not None."""
 
     kind = Kind.COMMIT
     model: int
@@ -284,8 +284,8 @@ class ReadValue(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptimizer(Command):
-    """Rank 0 replies with what its steps changed (see `adoption.ship_state`), the others with None. `state` False leaves
-    the tensors of the state out.
+    """Rank 0 replies with what its steps changed (see `adoption.ship_state`), the others with None. `state` False
+    leaves the tensors of the state out.
     """
 
     optimizer: int

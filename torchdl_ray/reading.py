@@ -1,7 +1,7 @@
 """How the replicas' outputs become one value: which reduction and which dimension each output leaf has.
 
-Runs on both sides: the driver joins replicas by it, a worker the microbatches of its shard. Pure values; nothing crosses
-but the two arguments, in each `Forward`.
+Runs on both sides: the driver joins replicas by it, a worker the microbatches of its shard. Pure values; nothing
+crosses but the two arguments, in each `Forward`.
 
 Invariant: both sides read a structure alike.
 """

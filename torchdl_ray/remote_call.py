@@ -2,8 +2,8 @@
 
 Runs on the driver. Both spellings of backward (`loss.backward()`, `model.backward()`) and losses computed on the driver
 take the same path, the driver's own engine. Each call has one node, the *anchor*, which takes the driver's tensors and
-the remote leaves that require grad, and a dummy leaf that stands for all parameters. The node of every output stashes its
-gradient and hands a zero on, so the anchor runs last and once, and records one `Backward` for the workers.
+the remote leaves that require grad, and a dummy leaf that stands for all parameters. The node of every output stashes
+its gradient and hands a zero on, so the anchor runs last and once, and records one `Backward` for the workers.
 
 What crosses: with `Backward`, the rows of gradients of outputs that were fetched, to their owners; nothing for a scalar
 that was not. Gradients of inputs come back only where a tensor of the driver requires them; then the engine waits.

@@ -311,7 +311,17 @@ class RemoteState(collections.defaultdict[Any, Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> collections.defaultdict[Any, Any]:
         return copy.deepcopy(self.plain(), memo)
 
-    def __copy__(self) -> collections.defaultdict[Any, Any]:
+    def __copy__(self) -> Any:
+        return self.plain()
+
+    def __or__(self, other: Any) -> Any:
+        return self.plain() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.plain()
+
+    def copy(self) -> Any:
+        """A plain copy."""
         return self.plain()
 
 
@@ -328,7 +338,7 @@ def _at_home(name: str) -> Callable[..., Any]:
 
 for _name in (
     *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__reversed__", "__len__", "__contains__", "__eq__"),
-    *("__ne__", "__or__", "__ror__", "__ior__", "__repr__", "items", "keys", "values", "get", "pop", "popitem", "clear"),
-    *("update", "setdefault", "copy"),
+    *("__ne__", "__ior__", "__repr__", "items", "keys", "values", "get", "pop", "popitem"),
+    *("clear", "update", "setdefault"),
 ):
     setattr(RemoteState, _name, _at_home(_name))

@@ -1,8 +1,9 @@
 """`RemoteTensor`: what a model call returns; rows that lie on the workers, as a real `torch.Tensor` without storage.
 
-Runs on the driver. Nothing crosses until somebody looks: any Python-level look at the values fetches them once, with the
-graph attached, so that a loss computed on the driver trains the workers' model. These stay remote and move no data:
-`detach()`; 0-dim floats times or divided by numbers, added, or under `mean()` and `sum()`; a leaf fed to another call.
+Runs on the driver. Nothing crosses until somebody looks: any Python-level look at the values fetches them once, with
+the graph attached, so that a loss computed on the driver trains the workers' model. These stay remote and move no
+data: `detach()`; 0-dim floats times or divided by numbers, added, or under `mean()` and `sum()`; a leaf fed to another
+call.
 
 To C++ the object is an empty tensor that requires grad, so a gradient that would go past us fails loudly.
 
@@ -81,7 +82,8 @@ class RemoteTensor(torch.Tensor):
 
     def _compute(self) -> Tensor:
         """The value of an expression of scalars; its gradient goes through the handle."""
-        assert self._function is not None and self._handle is not None
+        assert self._function is not None
+        assert self._handle is not None
         arguments = [a.fetch().detach() if isinstance(a, RemoteTensor) else a for a in self._arguments]
         value: Tensor = self._function(*arguments)
         handle, self._arguments = self._handle, ()
@@ -377,6 +379,11 @@ def _requires_grad(self: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, 
     return self._handle.requires_grad if self._call is None and self._handle is not None else self._differentiable()
 
 
+def _number(get: Callable[..., Any]) -> Callable[..., Any]:
+    """A look at the number alone; torch would warn of a graph that such a look loses."""
+    return lambda self, args, kwargs: get(self.fetch().detach(), *args[1:], **kwargs)
+
+
 def _plain(get: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, args, kwargs: get(*args, **kwargs)
 
@@ -396,6 +403,11 @@ _SPECIAL: dict[Any, Callable[[RemoteTensor, tuple[Any, ...], dict[str, Any]], An
     torch.numel: _numel,
     T.__len__: _length,
     T.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
+    T.item: _number(T.item),
+    T.__float__: _number(T.__float__),
+    T.__int__: _number(T.__int__),
+    T.__bool__: _number(T.__bool__),
+    T.__complex__: _number(T.__complex__),
     T.dtype.__get__: _plain(T.dtype.__get__),  # type: ignore[attr-defined]
     T.device.__get__: _plain(T.device.__get__),  # type: ignore[attr-defined]
     T.__hash__: _plain(T.__hash__),

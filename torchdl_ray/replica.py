@@ -4,8 +4,8 @@ Runs on the worker; knows torch and the collective, not Ray. What crosses betwee
 tail of a few numbers per reduction, and the buffers that changed since the last commit.
 
 The tail proves that all ranks mean the same reduction before anybody acts on it: it sums a count, the generation, the
-position and the command's number, and carries every rank's failure flag, row weight, None flags of gradients and changed
-flags of buffers.
+position and the command's number, and carries every rank's failure flag, row weight, None flags of gradients and
+changed flags of buffers.
 
 Invariant: after `reduce` all replicas hold identical gradients, None flags and buffers, or all of them raise.
 """
@@ -131,8 +131,8 @@ class Replica:
         return {n: n in buffers and not torch.equal(old, buffers[n]) for n, old in self._shadow.items()}
 
     def _level(self, collective: Collective, names: Iterable[str], weights: list[float]) -> None:
-        """Make changed buffers equal: floats b0 + sum of w_r (b_r - b0), so that equal ones stay as they are to the bit;
-        integers and bools their maximum.
+        """Make changed buffers equal: floats b0 + sum of w_r (b_r - b0), so that equal ones stay as they are to the
+        bit; integers and bools their maximum.
         """
         buffers = self.buffers
         by_dtype: dict[torch.dtype, list[Tensor]] = {}

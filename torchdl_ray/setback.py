@@ -1,11 +1,12 @@
 """After a failure on a worker: what stands, what is gone, and what is done again. Pure decisions, no waiting.
 
-Runs on the driver. The stream hands in its log, what was sent and what was only recorded, with the ranks' replies; `decide`
-returns a `Setback` that the stream then carries out.
+Runs on the driver. The stream hands in its log, what was sent and what was only recorded, with the ranks' replies;
+`decide` returns a `Setback` that the stream then carries out.
 
-Rules: what was recorded before the failing command stands, as in plain PyTorch; the failing command and all later ones are
-gone. Workers go back to the last commit, so the local commands between it and the failure are done again. Where ranks
-ended up different (torn in a commit, or one commit apart), the whole rank with the highest position is copied to all.
+Rules: what was recorded before the failing command stands, as in plain PyTorch; the failing command and all later ones
+are gone. Workers go back to the last commit, so the local commands between it and the failure are done again. Where
+ranks ended up different (torn in a commit, or one commit apart), the whole rank with the highest position is copied to
+all.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Setback:
     """What follows from a failure.
 
     `stand` and `gone` part all entries at the failing command; `redo` are those of `stand` to be done again; `zeroed`
-    are the gradients that a dropped zero_grad named, as (model, names), which may be lost; `source` is the rank to copy from, or None;
-    `num_steps` counts the optimizer steps among what was sent that are done for good.
+    are the gradients that a dropped zero_grad named, as (model, names), which may be lost; `source` is the rank to
+    copy from, or None; `num_steps` counts the optimizer steps among what was sent that are done for good.
     """
 
     stand: tuple[Entry, ...]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .adoption import APART, DRIVER_ONLY, HOOK_NAMES, is_plain
+from .adoption import APART, HOOK_NAMES, is_plain
 from .remote_parameter import hub_of
 
 
@@ -33,9 +33,9 @@ class StandIn:
 
     def __init__(self, optimizer: Optimizer, state: collections.defaultdict[Any, Any], fill: bool) -> None:
         self._fill = fill
-        attributes = {k: _without_remote(v) for k, v in optimizer.__dict__.items() if k not in DRIVER_ONLY}
+        attributes = {k: _without_remote(v) for k, v in optimizer.__dict__.items() if k not in APART}
         if fill:
-            attributes = {k: copy.deepcopy(v) if k not in APART and is_plain(v) else v for k, v in attributes.items()}
+            attributes = {k: copy.deepcopy(v) if is_plain(v) else v for k, v in attributes.items()}
         attributes |= {name: collections.OrderedDict() for name in HOOK_NAMES}
         attributes["param_groups"] = [
             {**g, "params": [p for p in g["params"] if hub_of(p) is None]} for g in optimizer.param_groups

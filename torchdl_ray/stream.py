@@ -1,12 +1,12 @@
 """The command stream: record commands, send them as few messages, bound what is in flight, keep the log.
 
 Runs on the driver; one stream per group of workers. `record` only appends; a flush turns what was recorded into one
-message per worker. At most `MAX_IN_FLIGHT` messages are on their way at step boundaries; steps recorded meanwhile gather
-and go out as one message. What crosses: one message per worker and flush, one reply each.
+message per worker. At most `MAX_IN_FLIGHT` messages are on their way at step boundaries; steps recorded meanwhile
+gather and go out as one message. What crosses: one message per worker and flush, one reply each.
 
-Rules (recovery rests on them): an entry is in the log before anything is sent; what a rank did not get yet is sent again
-at the next verb, and workers ignore doubles, so an interrupt ends only the driver's waiting; the log keeps the local
-commands since the last commit that every rank has acknowledged.
+Rules (recovery rests on them): an entry is in the log before anything is sent; what a rank did not get yet is sent
+again at the next verb, and workers ignore doubles, so an interrupt ends only the driver's waiting; the log keeps the
+local commands since the last commit that every rank has acknowledged.
 
 Invariant: every state change is one assignment or one append, so that an interrupt between two lines loses nothing.
 """
@@ -287,8 +287,8 @@ class Stream:
         """A worker process is gone: free the others and close."""
         where = self._current(lost.rank)
         error = WorkerLost(
-            f"worker {lost.rank} (node {lost.node}, pid {lost.pid}) died at step {self._steps_done}{where}: {lost.reason} "
-            "The model is closed; build it again from its last state_dict."
+            f"worker {lost.rank} (node {lost.node}, pid {lost.pid}) died at step {self._steps_done}{where}: "
+            f"{lost.reason} The model is closed; build it again from its last state_dict."
         )
         self.group.stop(f"worker {lost.rank} died")
         self.close(error)
@@ -305,8 +305,8 @@ class Stream:
         missing = sorted({r for o in self._outbox for r in range(self.group.size) if r not in o.replies})
         where = self._current(missing[0]) if missing else ""
         return (
-            f"waited {waited_s:.0f} s for {what}, and ranks {missing} answered nothing{where}. A longer step needs a larger "
-            "timeout_s; py-spy shows what a worker's process is doing."
+            f"waited {waited_s:.0f} s for {what}, and ranks {missing} answered nothing{where}. A longer step needs a "
+            "larger timeout_s; py-spy shows what a worker's process is doing."
         )
 
     def steps_per_s(self) -> float | None:

@@ -1,6 +1,7 @@
 """`Worker`: a plain class that executes programs; knows torch, not Ray.
 
-Runs on the worker, one per device. It takes one `Message` at a time with its rank's payload and answers with one `Reply`.
+Runs on the worker, one per device. It takes one `Message` at a time with its rank's payload and answers with one
+`Reply`.
 
 Rules that it keeps (recovery rests on them):
 * Messages are numbered. A double is ignored, a gap or an older generation is refused.
@@ -199,11 +200,11 @@ class Worker:
 
 
 def plan(commands: Sequence[Command]) -> list[tuple[Command, Backward | None, bool]]:
-    """The commands in the order of execution, each with the backward that is fused into it, and whether a commit follows
-    with no other gradient in between, so that its sums may begin.
+    """The commands in the order of execution, each with the backward that is fused into it, and whether a commit
+    follows with no other gradient in between, so that its sums may begin.
 
-    A forward whose backward follows with constant seeds is fused with it: under `microbatch_size` only one piece's graph
-    is then alive at a time. A zero_grad between the two is done first; a forward does not look at gradients.
+    A forward whose backward follows with constant seeds is fused with it: under `microbatch_size` only one piece's
+    graph is then alive at a time. A zero_grad between the two is done first; a forward does not look at gradients.
     """
     order: list[tuple[Command, Backward | None]] = []
     rest = list(commands)

@@ -36,9 +36,9 @@ def check_options(dim: Any, reduction: Any, microbatch_size: Any, loss_weight: A
         raise ArgumentError(
             f"reduction is {reduction!r}; expected 'mean', 'sum', or a mapping of output names to those"
         )
-    if microbatch_size is not None:
-        if isinstance(microbatch_size, bool) or not isinstance(microbatch_size, int) or microbatch_size < 1:
-            raise ArgumentError(f"microbatch_size is {microbatch_size!r}; expected None or an int of at least 1")
+    whole = isinstance(microbatch_size, int) and not isinstance(microbatch_size, bool)
+    if microbatch_size is not None and not (whole and microbatch_size >= 1):
+        raise ArgumentError(f"microbatch_size is {microbatch_size!r}; expected None or an int of at least 1")
     if loss_weight is not None and not callable(loss_weight):
         raise ArgumentError(
             f"loss_weight is a {type(loss_weight).__name__}; expected a function of the call's arguments"
