@@ -68,7 +68,7 @@ def main() -> None:
     model = DataParallel(build_model(), num_workers=args.num_workers)  # <-- the one line that differs
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=args.epochs * len(loader))
-    print(f"{len(train_set)} images for training, {len(test_set)} for the test, {len(model.replicas)} workers")
+    print(f"{len(train_set)} images for training, {len(test_set)} for the test, workers: {len(model.replicas)}")
 
     start = time.perf_counter()
     with Progress(disable=not sys.stdout.isatty()) as progress:
@@ -91,7 +91,7 @@ def main() -> None:
     final = accuracy(model, test_set)
     print(f"{args.epochs * len(train_set) / seconds:.0f} samples per second, evaluation included")
     hashes = model.check_sync()  # raises if any parameter, buffer or optimizer state differs
-    print(f"all replicas are equal: {hashes}")
+    print(f"all replicas are equal, by their hashes: {' = '.join(hashes)}")
     print(f"test accuracy {final:.4f}")
     model.close()
     if final < REQUIRED_ACCURACY:

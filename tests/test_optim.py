@@ -21,70 +21,15 @@ from torchdl_ray import optim
 from torchdl_ray.data_parallel import DataParallel
 from torchdl_ray.errors import UnsupportedError
 
-Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-def build_net(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def batch(i: int, rows: int = 6) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 + i)
-    x = torch.randn(rows, 5, dtype=torch.float64, generator=generator)
-    return x, torch.randint(0, 3, (rows,), generator=generator)
-
-
-class Twins:
-    """The same model twice, remote and plain, with an optimizer each."""
-
-    def __init__(self, workers: int, make: Make | None = None) -> None:
-        self.model = DataParallel(build_net(), workers or 0, backend="local" if workers else "auto")
-        self.net = self.model.module
-        self.plain = build_net()
-        self.pairs = [(self.model, self.net), (self.plain, self.plain)]
-        self.optimizers = [make(list(m.parameters())) for _, m in self.pairs] if make is not None else []
-
-    def step(self, i: int, zero: bool = True) -> None:
-        for (call, _), optimizer in zip(self.pairs, self.optimizers, strict=True):
-            if zero:
-                optimizer.zero_grad()
-            x, y = batch(i)
-            F.cross_entropy(call(x), y).backward()
-            optimizer.step()
-
-    def check(self, exact: bool = True, optimizers: bool = True) -> None:
-        remote = {k: v.clone() for k, v in self.model.state_dict().items()}
-        assert_equal(remote, self.plain.state_dict(), exact)
-        if optimizers:
-            assert_equal(*[o.state_dict() for o in self.optimizers], exact)
-
-
-def assert_equal(a: Any, b: Any, exact: bool = True, path: str = "") -> None:
-    assert type(a) is type(b) or isinstance(a, int | float | dict), path
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), path
-        for key in a:
-            assert_equal(a[key], b[key], exact, f"{path}.{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), path
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_equal(x, y, exact, f"{path}[{i}]")
-    elif isinstance(a, Tensor):
-        assert a.dtype == b.dtype, path
-        assert torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-6, atol=1e-8), f"{path}: {a} {b}"
-    elif isinstance(a, float) and not exact:
-        assert a == pytest.approx(b, rel=1e-9), path
-    else:
-        assert a == b, path
+from .optimizer_pairs import Make, Pair, assert_equal, batch, build_net
 
 
 @pytest.fixture
-def twins() -> Iterator[Callable[..., Twins]]:
-    made: list[Twins] = []
+def pairs() -> Iterator[Callable[..., Pair]]:
+    made: list[Pair] = []
 
-    def make(*args: Any) -> Twins:
-        made.append(Twins(*args))
+    def make(*args: Any) -> Pair:
+        made.append(Pair(*args))
         return made[-1]
 
     yield make
@@ -129,16 +74,16 @@ STOCK: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("name", STOCK)
-def test_stock_optimizers_equal_plain_pytorch(name: str, twins: Callable[..., Twins]) -> None:
-    pair = twins(0, STOCK[name])
+def test_stock_optimizers_equal_plain_pytorch(name: str, pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, STOCK[name])
     for i in range(20):
         pair.step(i)
     pair.check()
 
 
 @pytest.mark.parametrize("name", ["sgd_momentum", "adamw_amsgrad", "adam_fused", "nadam", "adafactor", "muon", "asgd"])
-def test_stock_optimizers_on_two_workers(name: str, twins: Callable[..., Twins]) -> None:
-    pair = twins(2, STOCK[name])
+def test_stock_optimizers_on_two_workers(name: str, pairs: Callable[..., Pair]) -> None:
+    pair = pairs(2, STOCK[name])
     for i in range(20):
         pair.step(i)
     # Muon orthogonalises in bfloat16, so a last bit of the gradient moves the update by a bfloat16 rounding.
@@ -166,11 +111,11 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedulers(name: str, tensor_lr: bool, twins: Callable[..., Twins]) -> None:
+def test_schedulers(name: str, tensor_lr: bool, pairs: Callable[..., Pair]) -> None:
     if tensor_lr and name in ("cyclic", "one_cycle"):
         pytest.skip("plain PyTorch does not take a tensor here with cycled momentum")
     lr: Any = torch.tensor(0.05) if tensor_lr else 0.05
-    pair = twins(0, lambda ps: torch.optim.SGD(ps, lr=copy.deepcopy(lr), momentum=0.9))
+    pair = pairs(0, lambda ps: torch.optim.SGD(ps, lr=copy.deepcopy(lr), momentum=0.9))
     schedules = [SCHEDULES[name](o) for o in pair.optimizers]
     for i in range(25):
         pair.step(i)
@@ -180,8 +125,8 @@ def test_schedulers(name: str, tensor_lr: bool, twins: Callable[..., Twins]) -> 
     pair.check()
 
 
-def test_steplr_decays_once_with_several_workers(twins: Callable[..., Twins]) -> None:
-    pair = twins(2, sgd)
+def test_steplr_decays_once_with_several_workers(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(2, sgd)
     schedule = lr_scheduler.StepLR(pair.optimizers[0], 10, 0.1)
     for i in range(10):
         pair.step(i)
@@ -191,8 +136,8 @@ def test_steplr_decays_once_with_several_workers(twins: Callable[..., Twins]) ->
     assert seen == [None, None]
 
 
-def test_reduce_on_plateau(twins: Callable[..., Twins]) -> None:
-    pair = twins(0, sgd)
+def test_reduce_on_plateau(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, sgd)
     schedules = [lr_scheduler.ReduceLROnPlateau(o, patience=1) for o in pair.optimizers]
     for i in range(8):
         pair.step(i)
@@ -205,8 +150,8 @@ def test_reduce_on_plateau(twins: Callable[..., Twins]) -> None:
 # ---- groups
 
 
-def test_hyperparameters_set_by_hand_take_effect_at_the_next_step(twins: Callable[..., Twins]) -> None:
-    pair = twins(0, lambda ps: torch.optim.Adam(ps, lr=torch.tensor(1e-2)))
+def test_hyperparameters_set_by_hand_take_effect_at_the_next_step(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, lambda ps: torch.optim.Adam(ps, lr=torch.tensor(1e-2)))
     for i in range(8):
         for o in pair.optimizers:
             if i == 2:
@@ -219,10 +164,10 @@ def test_hyperparameters_set_by_hand_take_effect_at_the_next_step(twins: Callabl
     pair.check()
 
 
-def test_groups_come_go_and_move(twins: Callable[..., Twins]) -> None:
-    pair = twins(0, lambda ps: torch.optim.SGD([{"params": ps[:2], "lr": 0.5}], lr=0.1, momentum=0.9))
+def test_groups_come_go_and_move(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, lambda ps: torch.optim.SGD([{"params": ps[:2], "lr": 0.5}], lr=0.1, momentum=0.9))
     for i in range(10):
-        for o, (_, net) in zip(pair.optimizers, pair.pairs, strict=True):
+        for o, (_, net) in zip(pair.optimizers, pair.sides, strict=True):
             ps = list(net.parameters())
             if i == 2:
                 o.add_param_group({"params": ps[2:3], "momentum": 0.5})
@@ -239,10 +184,10 @@ def test_groups_come_go_and_move(twins: Callable[..., Twins]) -> None:
     pair.check()
 
 
-def test_freezing_and_unfreezing(twins: Callable[..., Twins]) -> None:
-    pair = twins(0, lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1))
+def test_freezing_and_unfreezing(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1))
     for i in range(6):
-        for _, net in pair.pairs:
+        for _, net in pair.sides:
             for p in list(net.parameters())[:2]:
                 p.requires_grad_(i not in (2, 3))
         pair.step(i)
@@ -252,8 +197,8 @@ def test_freezing_and_unfreezing(twins: Callable[..., Twins]) -> None:
 # ---- when and how often
 
 
-def test_steps_without_gradients_and_twice_in_a_row(twins: Callable[..., Twins]) -> None:
-    pair = twins(0, lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1))
+def test_steps_without_gradients_and_twice_in_a_row(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1))
     for o in pair.optimizers:
         assert o.step() is None
     pair.check()
@@ -264,10 +209,10 @@ def test_steps_without_gradients_and_twice_in_a_row(twins: Callable[..., Twins])
     pair.check()
 
 
-def test_accumulation_over_two_batches(twins: Callable[..., Twins]) -> None:
-    pair = twins(0, adamw)
+def test_accumulation_over_two_batches(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, adamw)
     for i in range(5):
-        for (call, _), o in zip(pair.pairs, pair.optimizers, strict=True):
+        for (call, _), o in zip(pair.sides, pair.optimizers, strict=True):
             x, y = batch(i)
             F.cross_entropy(call(x), y).backward()
             if i % 2 or i == 4:
@@ -276,8 +221,8 @@ def test_accumulation_over_two_batches(twins: Callable[..., Twins]) -> None:
     pair.check()
 
 
-def test_a_step_sends_one_message_and_waits_for_nothing(twins: Callable[..., Twins]) -> None:
-    pair = twins(2, adamw)
+def test_a_step_sends_one_message_and_waits_for_nothing(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(2, adamw)
     for i in range(5):
         pair.step(i)
     model = pair.model
@@ -290,12 +235,12 @@ def test_a_step_sends_one_message_and_waits_for_nothing(twins: Callable[..., Twi
     assert model._stream.num_messages - before <= 2 * 2 * 5
 
 
-def test_two_optimizers_over_one_model_and_one_parameter_in_both(twins: Callable[..., Twins]) -> None:
-    pair = twins(0)
-    for _, net in pair.pairs:
+def test_two_optimizers_over_one_model_and_one_parameter_in_both(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0)
+    for _, net in pair.sides:
         ps = list(net.parameters())
         pair.optimizers.append(torch.optim.SGD(ps[:3], lr=0.1, momentum=0.9))
-    more = [torch.optim.Adam(list(net.parameters())[2:], lr=1e-2) for _, net in pair.pairs]
+    more = [torch.optim.Adam(list(net.parameters())[2:], lr=1e-2) for _, net in pair.sides]
     for i in range(6):
         pair.step(i)
         for o in more:
@@ -332,8 +277,8 @@ def test_one_optimizer_over_two_models_and_parameters_of_the_driver() -> None:
 # ---- the state
 
 
-def test_state_comes_home_when_looked_at(twins: Callable[..., Twins]) -> None:
-    pair = twins(0, adamw)
+def test_state_comes_home_when_looked_at(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, adamw)
     for i in range(3):
         pair.step(i)
     remote, plain = pair.optimizers
@@ -345,15 +290,16 @@ def test_state_comes_home_when_looked_at(twins: Callable[..., Twins]) -> None:
     assert [set(v) for v in remote.state.values()] == [set(v) for v in plain.state.values()]
     pair.step(3)
     looks: list[Callable[[Any], Any]] = [len, dict, bool, lambda s: list(s.items()), copy.copy, copy.deepcopy]
-    looks += [lambda s: pickle.loads(pickle.dumps(s)), lambda s: {**s}, list, repr, lambda s: s | {}, lambda s: s.get(p)]
+    looks += [lambda s: pickle.loads(pickle.dumps(s)), lambda s: {**s}, list, repr, lambda s: s | {}]
+    looks += [lambda s: s.get(p), lambda s: {} | s, lambda s: s.copy(), lambda s: s == dict(s)]
     for look in looks:
         assert look(remote.state)
         pair.step(4)
     pair.check()
 
 
-def test_changed_state_goes_out(twins: Callable[..., Twins]) -> None:
-    pair = twins(0, sgd)
+def test_changed_state_goes_out(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, sgd)
     for i in range(10):
         pair.step(i)
         for o in pair.optimizers:
@@ -373,11 +319,11 @@ def test_changed_state_goes_out(twins: Callable[..., Twins]) -> None:
 
 @pytest.mark.parametrize("before", [0, 3])
 @pytest.mark.parametrize("after", [0, 2])
-def test_checkpoints_both_ways(before: int, after: int, twins: Callable[..., Twins]) -> None:
-    source = twins(0, adamw)
+def test_checkpoints_both_ways(before: int, after: int, pairs: Callable[..., Pair]) -> None:
+    source = pairs(0, adamw)
     for i in range(4):
         source.step(i)
-    target = twins(0, adamw)
+    target = pairs(0, adamw)
     for i in range(before):
         target.step(i)
     # the remote one takes the plain one's checkpoint and the other way round
@@ -391,8 +337,8 @@ def test_checkpoints_both_ways(before: int, after: int, twins: Callable[..., Twi
     target.check()
 
 
-def test_copies_and_pickles_are_plain(twins: Callable[..., Twins]) -> None:
-    pair = twins(0, adamw)
+def test_copies_and_pickles_are_plain(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, adamw)
     for i in range(3):
         pair.step(i)
     clones = [copy.deepcopy(o) for o in pair.optimizers]
@@ -428,13 +374,13 @@ def test_an_optimizer_made_and_stepped_before_the_wrapping() -> None:
     model.close()
 
 
-def test_release_leaves_an_ordinary_optimizer(twins: Callable[..., Twins]) -> None:
-    pair = twins(0, adamw)
+def test_release_leaves_an_ordinary_optimizer(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, adamw)
     for i in range(3):
         pair.step(i)
     optim.release_optimizers(pair.model._parameters_hub)
     pair.model.close()
-    pair.pairs[0] = (pair.net, pair.net)
+    pair.sides[0] = (pair.net, pair.net)
     assert type(pair.optimizers[0].state) is collections.defaultdict
     for i in range(3, 6):
         pair.step(i)
@@ -442,8 +388,8 @@ def test_release_leaves_an_ordinary_optimizer(twins: Callable[..., Twins]) -> No
     assert_equal(*[o.state_dict() for o in pair.optimizers])
 
 
-def test_a_dropped_optimizer_is_dropped_on_the_workers(twins: Callable[..., Twins]) -> None:
-    pair = twins(0, adamw)
+def test_a_dropped_optimizer_is_dropped_on_the_workers(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, adamw)
     pair.step(0)
     worker = pair.model._stream.group.workers[0]
     assert len(worker.state.optimizers) == 1
@@ -457,8 +403,8 @@ def test_a_dropped_optimizer_is_dropped_on_the_workers(twins: Callable[..., Twin
 # ---- hooks
 
 
-def test_hooks_run_on_the_driver_once_per_step(twins: Callable[..., Twins]) -> None:
-    pair = twins(0, adamw)
+def test_hooks_run_on_the_driver_once_per_step(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, adamw)
     logs: list[list[str]] = [[], []]
     for o, log in zip(pair.optimizers, logs, strict=True):
         o.register_step_post_hook(lambda o, a, k, log=log: log.append("post"))
@@ -478,8 +424,8 @@ def test_hooks_run_on_the_driver_once_per_step(twins: Callable[..., Twins]) -> N
     pair.check()
 
 
-def test_a_pre_hook_that_changes_hyperparameters(twins: Callable[..., Twins]) -> None:
-    pair = twins(0, sgd)
+def test_a_pre_hook_that_changes_hyperparameters(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, sgd)
     pair.step(0)
     for o in pair.optimizers:
         o.register_step_pre_hook(lambda o, a, k: o.param_groups[0].update(lr=o.param_groups[0]["lr"] * 0.9))
@@ -498,9 +444,9 @@ def test_install_is_idempotent() -> None:
 # ---- closures
 
 
-def losses(pair: Twins, i: int) -> list[float]:
+def losses(pair: Pair, i: int) -> list[float]:
     found = []
-    for (call, _), o in zip(pair.pairs, pair.optimizers, strict=True):
+    for (call, _), o in zip(pair.sides, pair.optimizers, strict=True):
 
         def closure(call: Any = call, o: torch.optim.Optimizer = o) -> Tensor:
             o.zero_grad()
@@ -514,34 +460,33 @@ def losses(pair: Twins, i: int) -> list[float]:
 
 
 @pytest.mark.filterwarnings("error")
-def test_closures_of_stock_steps_stay_remote(twins: Callable[..., Twins]) -> None:
-    pair = twins(0, adamw)
+def test_closures_of_stock_steps_stay_remote(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, adamw)
     for i in range(4):
         ours, plain = losses(pair, i)
         assert ours == plain
     pair.check()
 
 
-def test_lbfgs_runs_on_the_driver_and_says_so_once(twins: Callable[..., Twins]) -> None:
-    pair = twins(0, lambda ps: torch.optim.LBFGS(ps, lr=0.5, max_iter=4, history_size=3))
+def test_lbfgs_runs_on_the_driver_and_says_so_once(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, lambda ps: torch.optim.LBFGS(ps, lr=0.5, max_iter=4, history_size=3))
     with pytest.warns(UserWarning, match="LBFGS.step runs on the driver") as caught:
-        for i in range(4):
-            ours, plain = losses(pair, i)
-            assert ours == plain
+        found = [losses(pair, i) for i in range(4)]
+    assert all(ours == plain for ours, plain in found)
     assert len([w for w in caught if "runs on the driver" in str(w.message)]) == 1
     assert caught[0].filename == __file__
     pair.check()
 
 
-def test_a_grad_scaler_is_refused(twins: Callable[..., Twins]) -> None:
-    pair = twins(0, sgd)
+def test_a_grad_scaler_is_refused(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, sgd)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     x, y = batch(0)
     F.cross_entropy(pair.model(x), y).backward()
+    scaler.scale(torch.ones(()))
+    state = scaler._per_optimizer_states[id(pair.optimizers[0])]
+    state.update(stage=torch.amp.grad_scaler.OptState.UNSCALED, found_inf_per_device={"cpu": torch.zeros(())})
     with pytest.raises(UnsupportedError, match="bfloat16"):
-        scaler.scale(torch.ones(()))
-        scaler._per_optimizer_states[id(pair.optimizers[0])]["stage"] = torch.amp.grad_scaler.OptState.UNSCALED
-        scaler._per_optimizer_states[id(pair.optimizers[0])]["found_inf_per_device"] = {"cpu": torch.zeros(())}
         scaler.step(pair.optimizers[0])
     pair.optimizers[0].zero_grad()
     pair.step(1)

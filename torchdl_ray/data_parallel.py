@@ -9,6 +9,8 @@ ordinary module again with the newest values.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -29,6 +31,8 @@ from .shipping import ship
 from .stream import Stream
 from .tree import flatten
 from .workforce import check_module, check_options, check_shared, open_group
+
+logger = logging.getLogger("torchdl_ray")
 
 START_TIMEOUT_S = 300.0
 
@@ -123,7 +127,9 @@ class DataParallel(nn.Module):
                 stream.abandon()
             raise
         hold["_loss"], hold["_name"] = None, name or type(module).__name__
-        hold["_finalizer"] = weakref.finalize(self, _shut_down, stream, hub)
+        hold["_finalizer"] = finalizer = weakref.finalize(self, _let_go, stream, hub)
+        finalizer.atexit = False
+        atexit.register(finalizer)  # last in, first out: before Ray, which was started earlier, ends the workers
         self.training = module.training
 
     # ---- the training loop
@@ -324,7 +330,9 @@ class DataParallel(nn.Module):
 
     def close(self) -> None:
         """Finish what was recorded, bring the newest values home, and let the workers go. Idempotent."""
-        self._finalizer()
+        if self._finalizer.detach() is not None:
+            atexit.unregister(self._finalizer)
+            _shut_down(self._stream, self._parameters_hub)
 
     def __enter__(self) -> DataParallel:
         return self
@@ -367,8 +375,16 @@ class _Answer:
         return 0
 
 
+def _let_go(stream: Stream, hub: Parameters) -> None:
+    """What garbage collection and the end of the process do: as `close`, but a failure is only told."""
+    try:
+        _shut_down(stream, hub)
+    except Exception as error:
+        logger.warning("while closing a model: %s: %s", type(error).__name__, error)
+
+
 def _shut_down(stream: Stream, hub: Parameters) -> None:
-    """What close, garbage collection and the end of the process do."""
+    """Bring the newest values home, wait for what was recorded, and let the workers go if no other model lives there."""
     try:
         hub.release()
     finally:

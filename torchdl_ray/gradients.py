@@ -27,6 +27,7 @@ from .values import MAX_OPERATIONS, Batch, Cell
 from .wire import from_wire, to_wire
 
 OFF = torch._C.DisableTorchFunctionSubclass
+T: Any = Tensor
 
 
 class Gradients:
@@ -105,8 +106,8 @@ class Gradients:
         """Raise what plain PyTorch would raise for a gradient of another shape, dtype or device."""
         with OFF():
             p = self.parameters[name]
-            torch.Tensor.grad.__set__(p, value)  # type: ignore[attr-defined]
-            torch.Tensor.grad.__set__(p, None)  # type: ignore[attr-defined]
+            T.grad.__set__(p, value)
+            T.grad.__set__(p, None)
 
     def _rebind(self, name: str, value: RemoteGradient) -> None:
         """Make a result the gradient: copy it there, and let its handle stand for the gradient from now on."""
@@ -181,8 +182,11 @@ class Gradients:
     # ---- operations
 
     def note(self, operation: Operation, cells: Sequence[Cell], leaves: Sequence[Tensor | None]) -> list[Cell | None]:
-        """Record an operation on `cells`, whose arguments are cells where values stand, and whose results have the
-        shapes of `leaves`; returns the cells of the results that are new."""
+        """Record an operation on `cells`, which stand among its arguments, with results of the shapes of `leaves`.
+
+        Returns:
+            for each result its cell, None where it is no new value.
+        """
         owners = {id(c.owner): c.owner for c in cells}
         for owner in owners.values():
             assert isinstance(owner, Gradients)

@@ -133,6 +133,7 @@ class WorkerGroup:
         self._generation = 0
         self._pending: dict[int, tuple[Any, int]] = {}  # by a running number: (reference, rank)
         self._numbers = itertools.count()
+        self._unreachable: list[Lost] = []
         self._closed = False
         self._store = host_store(timeout_s)
         try:
@@ -163,11 +164,19 @@ class WorkerGroup:
         """See `Group`. One actor call."""
         lengths = tuple((command, len(handles)) for command, handles in payload.items())
         handles = [handle for group in payload.values() for handle in group]
-        ref = placement.call(self.actors[rank], "execute", message, lengths, *handles)
+        try:
+            ref = placement.call(self.actors[rank], "execute", message, lengths, *handles)
+        except Exception as error:  # Ray was shut down, or was started anew since
+            member = self.members[rank]
+            self._unreachable.append(Lost(rank, member.node_ip, member.pid, f"it cannot be reached any more ({error})"))
+            return
         self._pending[next(self._numbers)] = (ref, rank)
 
     def receive(self, timeout_s: float) -> list[Reply | Lost]:
         """See `Group`."""
+        if self._unreachable:
+            lost, self._unreachable = self._unreachable, []
+            return list(lost)
         if not self._pending:
             return []
         outcomes = placement.poll({key: ref for key, (ref, _) in self._pending.items()}, timeout_s)

@@ -1,4 +1,4 @@
-"""What a module is apart from the values of its tensors: modes, attributes, flags, buffers by identity, structure, hooks.
+"""What a module is apart from the values of its tensors: modes, attributes, flags, which buffers, structure, hooks.
 
 Runs on the driver. A `ModuleState` remembers what the workers have; `difference` says what the user changed since. What
 crosses: what differs, as one `Configure`.
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from .errors import UnsupportedError
 
@@ -47,19 +47,19 @@ def check_wrappable(module: nn.Module) -> None:
             made in inference mode, buffers of another class than torch.Tensor.
     """
     for name, p in module.named_parameters():
-        if isinstance(p, UninitializedTensorMixin):
+        if is_lazy(p):
             raise UnsupportedError(
-                f"parameter '{name}' is not initialised (a lazy module); run the module once on a sample batch, then wrap it"
+                f"parameter '{name}' is not initialised (a lazy module); run the module on a sample batch, then wrap it"
             )
         if type(p) is not nn.Parameter:
             raise UnsupportedError(
-                f"parameter '{name}' is a {type(p).__name__}; parameters of subclasses cannot be kept equal on the workers. "
-                "Use plain nn.Parameter"
+                f"parameter '{name}' is a {type(p).__name__}; parameters of subclasses cannot be kept equal on the "
+                "workers. Use plain nn.Parameter"
             )
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             raise UnsupportedError(
-                f"parameter '{name}' has a gradient hook, which would run on one worker's part of the gradient; remove it "
-                "and change p.grad between backward and step instead"
+                f"parameter '{name}' has a gradient hook, which would run on one worker's part of the gradient; remove "
+                "it and change p.grad between backward and step instead"
             )
         _refuse_inference("parameter", name, p)
     for name, b in module.named_buffers():
@@ -73,7 +73,7 @@ def check_wrappable(module: nn.Module) -> None:
 def _refuse_inference(what: str, name: str, tensor: Tensor) -> None:
     if tensor.is_inference():
         raise UnsupportedError(
-            f"{what} '{name}' was made in inference mode, where writes to it cannot be seen; build the module outside of it"
+            f"{what} '{name}' was made in inference mode, where writes to it cannot be seen; build the module outside"
         )
 
 
@@ -207,15 +207,15 @@ class ModuleState:
                 for entry, value in new.items():
                     if value is not old[entry] and key != "_buffers":
                         raise UnsupportedError(
-                            f"{_KINDS[key]} '{_path(name, entry)}' was replaced by another object; write into the one there is "
-                            f"(with torch.no_grad(): p.copy_(value)), or {ANEW}"
+                            f"{_KINDS[key]} '{_path(name, entry)}' was replaced by another object; write into the one "
+                            f"there is (with torch.no_grad(): p.copy_(value)), or {ANEW}"
                         )
             for key in _HOOKS:
                 old = self._tables.get((name, key), {})
                 if list(map(id, old.values())) != list(map(id, getattr(module, key).values())):
                     raise UnsupportedError(
-                        f"a hook of module '{name or type(module).__name__}' was added or removed ({key.strip('_')}), and "
-                        f"hooks run on the workers; {ANEW}"
+                        f"a hook of module '{name or type(module).__name__}' was added or removed ({key.strip('_')}), "
+                        f"and hooks run on the workers; {ANEW}"
                     )
 
     def _replaced_buffers(self, name: str, module: nn.Module) -> dict[tuple[str, str], Tensor | None]:

@@ -34,10 +34,10 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 
 from .adoption import APART, HOOK_NAMES
 from .entries import PACKAGE, TORCH
-from .errors import UnsupportedError
+from .errors import ClosedError, TorchdlError, UnsupportedError
 from .remote_optimizer import RemoteOptimizer, RemoteState
 from .remote_parameter import Parameters, hub_of
-from .stand_in import StandIn, runs_empty
+from .stand_in import StandIn, fetch_handles, runs_empty
 
 STEP_WRAPPER = Optimizer.profile_hook_step(lambda self: None).__code__
 WHAT = "the optimizer's state"
@@ -61,8 +61,12 @@ def release_optimizers(hub: Parameters) -> None:
     """
     for optimizer in list(_adopted_over(hub)):
         for hook in list(optimizer._optimizer_step_pre_hooks.values()):
-            if isinstance(hook, Adopted):
+            if not isinstance(hook, Adopted):
+                continue
+            try:
                 hook.release(optimizer)
+            except TorchdlError as error:
+                _warn(f"the newest state of {type(optimizer).__name__} is lost: {error}")
     _adopted_over(hub).clear()
 
 
@@ -99,7 +103,7 @@ class Adopted:
 
     def __init__(self) -> None:
         self.remotes: list[RemoteOptimizer] = []  # one per stream
-        self.state: RemoteState | None = None
+        self._state: Callable[[], RemoteState | None] = _nobody  # as long as it is `optimizer.state`
         self._optimizer: Callable[[], Optimizer | None] = _nobody
         self._own: collections.defaultdict[Any, Any] = collections.defaultdict(dict)  # the stand-in's state
         self._backup: dict[Any, Any] | None = None  # what was shipped, until the workers have it
@@ -132,6 +136,8 @@ class Adopted:
         """After the stock step: note on the driver's object what it changed on the stand-in."""
         stand, self._stand = self._stand, None
         if stand is None or args[0] is not stand.optimizer:
+            if args[0] is optimizer and is_remote(optimizer):
+                fetch_handles(optimizer)
             return
         attributes, groups, others = stand.changes(optimizer)
         for remote in self.remotes:
@@ -141,22 +147,22 @@ class Adopted:
             remote.read(optimizer, "attributes that the optimizer's step changed", state=False, names=others)
 
     def before_state_dict(self, optimizer: Optimizer) -> None:
-        """Bring home what `state_dict` reads before the state: the groups."""
-        if self.state is not None and optimizer.state is self.state:
-            self.state.bring_home()
+        """Bring home the state, and with it what `state_dict` reads before: the groups."""
+        state = self._state()
+        if state is not None and optimizer.state is state:
+            state.bring_home()
 
     def release(self, optimizer: Optimizer) -> None:
-        """Make the optimizer an ordinary one again, its state at home."""
-        try:
-            if self.state is not None and optimizer.state is self.state:
-                optimizer.state = self.state.plain()
-        finally:
-            for name in HOOK_NAMES:
-                hooks = optimizer.__dict__[name]
-                for key, hook in list(hooks.items()):
-                    if hook is self or getattr(hook, "__self__", None) is self:
-                        del hooks[key]
-            self.remotes, self.state, self._backup = [], None, None
+        """Make the optimizer an ordinary one again, its state at home. Raises where the state is lost."""
+        state = self._state()
+        if state is not None and optimizer.state is state:
+            optimizer.state = state.plain()
+        for name in HOOK_NAMES:
+            hooks = optimizer.__dict__[name]
+            for key, hook in list(hooks.items()):
+                if hook is self or getattr(hook, "__self__", None) is self:
+                    del hooks[key]
+        self.remotes, self._backup = [], None
 
     # ---- adoption
 
@@ -182,7 +188,7 @@ class Adopted:
         if all(remote.is_there for remote in self.remotes):
             self._backup = None
         state = optimizer.state
-        if isinstance(state, RemoteState) and state is self.state:
+        if isinstance(state, RemoteState) and state is self._state():
             if current and not state.changed() and not any(r.needs_adoption(optimizer) for r in self.remotes):
                 state.send_away()
                 return
@@ -190,7 +196,8 @@ class Adopted:
         else:
             for remote in self.remotes:
                 if remote.is_there is not False:  # the state was replaced, the attributes were not
-                    remote.read(optimizer, WHAT, state=False)
+                    with contextlib.suppress(ClosedError):
+                        remote.read(optimizer, WHAT, state=False)
             content = dict(state.items())
         if not current:
             self.remotes = [RemoteOptimizer(members[0].stream, members) for members in by_stream.values()]
@@ -205,9 +212,11 @@ class Adopted:
         self._backup = content
         for remote in self.remotes:
             remote.adopt(optimizer, content)
-        self.state = self.state if isinstance(state, RemoteState) and state is self.state else RemoteState(self.fetch)
-        self.state.send_away()
-        optimizer.state = self.state
+        if not isinstance(state, RemoteState) or state is not self._state():
+            state = RemoteState(self.fetch)
+            self._state = weakref.ref(state)
+            optimizer.state = state
+        state.send_away()
         for hub in hubs:
             _adopted_over(hub).add(optimizer)
 
@@ -235,8 +244,7 @@ class Adopted:
                 f"{name}.step runs on the driver, because {reason}: it fetches the gradients and parameters that it "
                 "reads and writes back what it changes, which is exact but slower."
             )
-        if self.state is not None and optimizer.state is self.state:
-            self.state.bring_home()
+        self.before_state_dict(optimizer)
         return True
 
 

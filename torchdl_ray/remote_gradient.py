@@ -71,20 +71,20 @@ class RemoteGradient(torch.Tensor):
                 if func is T.to and (moved := _to(first, args[1:], kwargs)) is not NotImplemented:
                     return moved
             if func in operations.SHAPE_ONLY and operations.is_random(func):
-                shapes = replaced((args, kwargs), lambda x: torch.empty_like(x._cell.meta, device="cpu") if _is(x) else x)
+                shapes = replaced((args, kwargs), _shape_of)
                 return func(*shapes[0], **shapes[1])
             done, result = _on_workers(func, args, kwargs)
         return result if done else _on_driver(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Function, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Only code that switched __torch_function__ off comes here; it may read.
         values = pytree.tree_map(lambda x: x.fetch() if _is(x) else x, (args, kwargs or {}))
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
-            raise UnsupportedError(f"{func} would write unseen into a gradient that lies on the workers: use p.grad.fetch()")
+            raise UnsupportedError(f"{func} would write unseen into a gradient on the workers: use p.grad.fetch()")
         return func(*values[0], **values[1])
 
     def __format__(self, spec: str) -> str:
@@ -100,11 +100,16 @@ class RemoteGradient(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.fetch().__reduce_ex__(protocol)
+        plain: Any = self.fetch()
+        return plain.__reduce_ex__(protocol)
 
 
 def _is(x: Any) -> bool:
     return isinstance(x, RemoteGradient)
+
+
+def _shape_of(x: Any) -> Any:
+    return torch.empty_like(x._cell.meta, device="cpu") if _is(x) else x
 
 
 def _refuse(func: Function) -> None:
@@ -148,8 +153,11 @@ def _to(handle: RemoteGradient, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _on_workers(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    """Record the call as an operation if every argument is a handle, a number or a 0-dim tensor, and its result's
-    shape does not depend on values; returns whether it was, and the result."""
+    """Record a call on handles, numbers and 0-dim tensors whose result has a shape that follows from theirs.
+
+    Returns:
+        whether it was recorded, and the result.
+    """
     name = operations.name_of(func)
     if name is None or getattr(func, "__name__", "") in LOOKS or operations.is_random(func):
         return False, None

@@ -117,7 +117,9 @@ class RemoteOptimizer:
         self._groups: list[SentGroup] = []
         self._order: tuple[int, ...] | None = None
         self._attributes: dict[str, Any] = {}
-        self._unconfirmed: collections.deque[tuple[Pending, Changes]] = collections.deque()
+        self._unconfirmed: collections.deque[tuple[Pending, Changes | None]] = collections.deque()
+        self._dropped = False  # whether steps were dropped that the driver's object has counted
+        self._counters: set[str] = set()  # what the stock step changes here and there alike
         self._num_groups = 0
         weakref.finalize(self, stream.drop_value, self.number).atexit = False
 
@@ -156,6 +158,8 @@ class RemoteOptimizer:
     def step(self, optimizer: Optimizer, seed: int) -> None:
         """Record `Step` with what changed since the last one. Costs no message of its own."""
         self._settle()
+        if self._dropped and self._counters:
+            self.read(optimizer, "what the optimizer counts", state=False)
         changes, groups = self._changes(optimizer)
         body = b"" if changes is None else pack_changes(changes, self.name_of)
         key = RandomKey(seed, self.stream.version, 0)
@@ -171,7 +175,7 @@ class RemoteOptimizer:
             self._attributes.update({k: freeze(v) for k, v in changes.attributes.items()})
             for name in changes.removed:
                 self._attributes.pop(name, None)
-            self._unconfirmed.append((pending, changes))
+        self._unconfirmed.append((pending, changes))
 
     def _members(self, group: dict[str, Any]) -> tuple[Tensor, ...]:
         return tuple(p for p in group["params"] if id(p) in self._keys)
@@ -205,11 +209,12 @@ class RemoteOptimizer:
 
     def _settle(self) -> None:
         """Forget what dropped steps carried, so that it is sent again."""
-        waiting: collections.deque[tuple[Pending, Changes]] = collections.deque()
+        waiting: collections.deque[tuple[Pending, Changes | None]] = collections.deque()
         for pending, changes in self._unconfirmed:
             if pending.error is None and pending.values is None:
                 waiting.append((pending, changes))
-            if pending.error is not None:
+            self._dropped = self._dropped or pending.error is not None
+            if pending.error is not None and changes is not None:
                 self._order = None
                 for change in changes.groups:
                     for sent in (s for s in self._groups if s.id == change.id):
@@ -239,6 +244,9 @@ class RemoteOptimizer:
         """
         pending = self.stream.record(ReadOptimizer, optimizer=self.number, state=state)
         home = read_state(pending.wait(what)[0], self.known)
+        self._settle()
+        if self._dropped:
+            names, self._dropped = (*names, *self._counters), False
         for sent in self._groups:
             _take_over(sent.group, home["groups"].get(sent.id, {}), sent.values, names)
         if optimizer is not None:
@@ -247,8 +255,8 @@ class RemoteOptimizer:
 
     def trust(self, attributes: Mapping[str, Any], groups: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
         """Take note that the workers' step made these changes as well."""
-        for name, value in attributes.items():
-            self._attributes[name] = value
+        self._counters.update(attributes, (key for _, key, _ in groups))
+        self._attributes.update(attributes)
         for group, key, value in groups:
             for sent in (s for s in self._groups if s.group is group):
                 sent.values[key] = value

@@ -1,8 +1,8 @@
 """The parameters and buffers of one wrapped module, whose copies live on the workers.
 
 Runs on the driver. The parameters change class in place (see watched.py), so that optimizers made before hold the same
-objects. What crosses: values that somebody reads after a commit, once (`ReadTensors`: the first look brings one tensor, a
-look at a second one brings all); values that the user wrote (`Write`), and changed modes, attributes and flags
+objects. What crosses: values that somebody reads after a commit, once (`ReadTensors`: the first look brings one tensor,
+a look at a second one brings all); values that the user wrote (`Write`), and changed modes, attributes and flags
 (`Configure`), with the next command.
 
 Memory that left torch (numpy arrays, storages) is compared with a copy before each command while somebody holds it, and
@@ -27,7 +27,7 @@ from .gradients import OFF, Gradients
 from .module_state import Difference, ModuleState, check_wrappable
 from .remote_gradient import RemoteGradient
 from .stream import Stream
-from .watched import Remote, RemoteBuffer, RemoteParameter, RemoteView
+from .watched import RemoteBuffer, RemoteParameter, RemoteView
 from .wire import from_wire, to_wire
 
 __all__ = ["Parameters", "RemoteBuffer", "RemoteParameter", "RemoteView", "claim", "hub_of"]
@@ -145,14 +145,14 @@ class Parameters:
         if not isinstance(value, Tensor) or value.shape != tensor.shape or value.dtype != tensor.dtype:
             found = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
             raise UnsupportedError(
-                f"'{name}' has shape {tuple(tensor.shape)} and dtype {tensor.dtype} on the workers and cannot become {found}; "
-                "change the bare module and wrap it anew"
+                f"'{name}' has shape {tuple(tensor.shape)} and dtype {tensor.dtype} on the workers and cannot become "
+                f"{found}; change the bare module and wrap it anew"
             )
         place = getattr(value, "_place", None)
         if place is not None and place != tensor._place:
             raise UnsupportedError(
-                f"'{name}' would share memory with '{place[1]}' on the driver but not on the workers; copy the values "
-                "(p.data.copy_(q)), or tie the parameters and wrap the module anew"
+                f"'{name}' would share memory with '{place[1]}' on the driver but not on the workers; copy the "
+                "values (p.data.copy_(q)), or tie the parameters and wrap the module anew"
             )
 
     def _check_lent(self, name: str) -> None:
@@ -191,11 +191,10 @@ class Parameters:
         if found is None:
             return
         self._take_buffers(found)
-        attributes = {
-            where: v.clone() if isinstance(v, Remote) else v for where, v in found.attributes.items()
-        }
+        attributes = found.attributes
         try:
-            body = cloudpickle.dumps(attributes) if attributes else b""
+            dumps: Any = cloudpickle.dumps
+            body = bytes(dumps(attributes)) if attributes else b""
         except Exception as error:
             names = ", ".join(".".join(filter(None, where)) for where in attributes)
             raise UnsupportedError(f"changed attributes ({names}) cannot travel to the workers: {error}") from error
@@ -214,8 +213,9 @@ class Parameters:
             name = f"{module}.{key}" if module else key
             old = self.buffers.pop(name, None)
             if old is not None:
-                old.__class__ = torch.Tensor  # type: ignore[assignment]
-                del old._place
+                plain: Any = old
+                plain.__class__ = Tensor
+                del plain._place
             self._dirty.discard(name)
             self._stale.discard(name)
             self._lent.pop(name, None)
@@ -281,8 +281,10 @@ class Parameters:
         self.gradients.zero(self.parameters if names is None else names, set_to_none)
 
     def release(self) -> None:
-        """Bring everything home and turn parameters and buffers into plain ones again, with plain gradients. Idempotent;
-        where the workers are gone, values are those of the last look."""
+        """Bring everything home and turn parameters and buffers into plain ones again, with plain gradients.
+
+        Idempotent. Where the workers are gone, values are those of the last look, and a warning says so.
+        """
         if self._released:
             return
         grads: dict[str, Tensor] = {}
@@ -290,16 +292,15 @@ class Parameters:
             self.pull()
             grads = {n: g.fetch() if isinstance(g, RemoteGradient) else g for n, g in self._present_grads()}
         except TorchdlError as error:
-            warnings.warn(f"the workers' newest parameters are lost, the module keeps those last read: {error}", stacklevel=2)
+            warnings.warn(f"the newest parameters are lost, the module keeps those last read: {error}", stacklevel=2)
         self._released = True
         if self.invalidate in self.stream.on_drop:
             self.stream.on_drop.remove(self.invalidate)
         for hook in self._hooks:
             hook.remove()
-        for tensor, cls in [(p, nn.Parameter) for p in self.parameters.values()] + [
-            (b, torch.Tensor) for b in self.buffers.values()
-        ]:
-            tensor.__class__ = cls
+        tensors: list[Any] = [*self.parameters.values(), *self.buffers.values()]
+        for tensor in tensors:
+            tensor.__class__ = nn.Parameter if isinstance(tensor, RemoteParameter) else Tensor
             del tensor._place
         for name, grad in grads.items():
             self.parameters[name].grad = grad

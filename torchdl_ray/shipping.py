@@ -9,6 +9,7 @@ Invariant: identity is kept. Two references to one tensor, and two tensors on on
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from ray import cloudpickle
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from .errors import ArgumentError
 
@@ -80,6 +82,8 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = self.reduction(obj) if self.reduction is not None else None
+        if reduced is None and isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+            return copyreg.__newobj__, (type(obj),), obj.__dict__  # type: ignore[attr-defined] # its own way raises
         return super().reducer_override(obj) if reduced is None else reduced
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .adoption import APART, HOOK_NAMES, is_plain
+from .remote_gradient import RemoteGradient
 from .remote_parameter import hub_of
 
 
@@ -127,8 +128,31 @@ def runs_empty(optimizer: Optimizer, state: Mapping[Any, Any]) -> bool:
     step = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
     try:
-        with torch.random.fork_rng(devices=[]):
-            step(trial)
+        step(trial)
     except Exception:
         return False
     return True
+
+
+def fetch_handles(optimizer: Optimizer) -> None:
+    """Bring home values that a step on the driver made of gradients and kept in the state: they would go with the
+    workers.
+    """
+
+    def fetched(value: Any) -> Any:
+        if isinstance(value, RemoteGradient):
+            return value.fetch().clone()
+        if type(value) is dict:
+            value.update({k: f for k, v in value.items() if (f := fetched(v)) is not v})
+        elif type(value) is list:
+            value[:] = map(fetched, value)
+        elif type(value) is tuple:
+            items = tuple(map(fetched, value))
+            return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
+        return value
+
+    for entry in optimizer.state.values():
+        fetched(entry)
+    for name, value in optimizer.__dict__.items():
+        if name not in APART:
+            optimizer.__dict__[name] = fetched(value)

@@ -1,6 +1,6 @@
 """Values that lie on all workers alike: where each is, and the operations on them that wait to be recorded.
 
-Runs on the driver. What crosses: one `Apply` per batch of operations; a `Drop` for values that nobody refers to any more.
+Runs on the driver. What crosses: one `Apply` per batch of operations; a `Drop` for values that nobody refers to.
 
 Invariant: a value's number is dropped only after every operation that takes it was recorded.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 

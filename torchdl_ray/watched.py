@@ -1,11 +1,12 @@
 """Tensors on the driver whose truth lies on the workers: parameters, buffers, and views of them.
 
-Runs on the driver; their hub (`Parameters` in remote_parameter.py) brings values and takes note of writes. What crosses:
-nothing by itself; a look at a value may cost the hub one message per worker.
+Runs on the driver; their hub (`Parameters` in remote_parameter.py) brings values and takes note of writes. What
+crosses: nothing by itself; a look at a value may cost the hub one message per worker.
 
-Every torch function that meets such a tensor comes here first: functions that look at shape or dtype pass; all others get
-the newest values; what they wrote is found by the version counters; results on the same memory become `RemoteView`s, so
-that they read and write as the parameter does. Memory that leaves torch (numpy arrays, storages) is reported as lent.
+Every torch function that meets such a tensor comes here first: functions that look at shape or dtype pass; all others
+get the newest values; what they wrote is found by the version counters; results on the same memory become
+`RemoteView`s, so that they read and write as the parameter does. Memory that leaves torch (numpy arrays, storages) is
+reported as lent.
 
 Invariant: reading gives the newest value, and no write goes unseen, or it raises.
 """
@@ -75,9 +76,6 @@ class Remote:
     def __format__(self, spec: str) -> str:
         return format(_current(self), spec)
 
-    def __repr__(self, **kwargs: Any) -> str:
-        return repr(_current(self))
-
 
 class RemoteParameter(Remote, nn.Parameter):
     """A parameter of a wrapped module: reads as its newest value, and what is written to it travels."""
@@ -85,7 +83,7 @@ class RemoteParameter(Remote, nn.Parameter):
     is_remote_parameter = True
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The gradient: None, or a handle whose values stay on the workers until they are read."""
         hub, name = self._place
         if not hub.gradients.is_known(name):
@@ -119,6 +117,9 @@ class RemoteParameter(Remote, nn.Parameter):
 class RemoteBuffer(Remote, torch.Tensor):
     """A buffer of a wrapped module."""
 
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return repr(_current(self))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             memo[id(self)] = _copied(self)
@@ -126,11 +127,15 @@ class RemoteBuffer(Remote, torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _current(self).__reduce_ex__(protocol)
+        plain: Any = _current(self)
+        return plain.__reduce_ex__(protocol)
 
 
 class RemoteView(Remote, torch.Tensor):
     """A tensor on the memory of a parameter or buffer."""
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return repr(_current(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
@@ -139,7 +144,8 @@ class RemoteView(Remote, torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _current(self).__reduce_ex__(protocol)
+        plain: Any = _current(self)
+        return plain.__reduce_ex__(protocol)
 
 
 _KNOWN = frozenset((Tensor, nn.Parameter, nn.Buffer))
@@ -152,18 +158,18 @@ def _refuse(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     name = getattr(func, "__name__", "")
     if name in _GRADIENT_HOOKS and isinstance(args[0], RemoteParameter):
         raise UnsupportedError(
-            f"{name} on a parameter whose gradient arises on the workers: change p.grad between backward and step instead "
-            "(p.grad.mul_(0.5), p.grad.clamp_(-1, 1), which run there)"
+            f"{name} on a parameter whose gradient arises on the workers: change p.grad between backward and step "
+            "instead (p.grad.mul_(0.5), p.grad.clamp_(-1, 1), which run there)"
         )
     inputs = kwargs.get("inputs") if func is not torch.autograd.grad else (args[1:], kwargs)
     if (func in _ENGINE or func is T.backward) and any(isinstance(t, RemoteParameter) for t in _flat(inputs)):
         raise UnsupportedError(
-            "gradients with respect to parameters that live on the workers arrive in their .grad by loss.backward(); for "
-            "torch.autograd.grad and inputs=[...] compute them there, with model.run(fn)"
+            "gradients with respect to parameters that live on the workers arrive in their .grad by loss.backward(); "
+            "for torch.autograd.grad and inputs=[...] compute them there, with model.run(fn)"
         )
     if name in ("__dlpack__", "share_memory_"):
         raise UnsupportedError(
-            f"{name} would lend memory whose use cannot be seen; lend a copy: p.detach().clone(), and write it back by copy_"
+            f"{name} would lend memory whose use cannot be seen; lend p.detach().clone(), and write it back by copy_"
         )
 
 
@@ -213,8 +219,9 @@ def _adopted(result: Any, remotes: Sequence[Any]) -> Any:
             storage = result.untyped_storage()._cdata
             for t in remotes:
                 if t.untyped_storage()._cdata == storage:
-                    result.__class__ = RemoteView
-                    result._place = t._place  # type: ignore[attr-defined]
+                    view: Any = result
+                    view.__class__ = RemoteView
+                    view._place = t._place
                     break
     elif isinstance(result, list | tuple):
         for item in result:
