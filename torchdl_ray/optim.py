@@ -35,18 +35,12 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 from .adoption import APART, HOOK_NAMES
 from .entries import PACKAGE, TORCH
 from .errors import ClosedError, TorchdlError, UnsupportedError
-from .remote_optimizer import RemoteOptimizer, RemoteState
+from .remote_optimizer import Membership, RemoteOptimizer, RemoteState
 from .remote_parameter import Parameters, hub_of
 from .stand_in import StandIn, fetch_handles, runs_empty
 
 STEP_WRAPPER = Optimizer.profile_hook_step(lambda self: None).__code__
 WHAT = "the optimizer's state"
-
-
-def hubs_of(optimizer: Optimizer) -> list[Parameters]:
-    """The models whose parameters the optimizer holds, each once, in the order of its parameters."""
-    hubs = (hub_of(p) for group in optimizer.param_groups for p in group["params"])
-    return list({id(hub): hub for hub in hubs if hub is not None}.values())
 
 
 def is_remote(optimizer: Optimizer) -> bool:
@@ -105,6 +99,7 @@ class Adopted:
         self.remotes: list[RemoteOptimizer] = []  # one per stream
         self._state: Callable[[], RemoteState | None] = _nobody  # as long as it is `optimizer.state`
         self._optimizer: Callable[[], Optimizer | None] = _nobody
+        self._members: Membership | None = None
         self._own: collections.defaultdict[Any, Any] = collections.defaultdict(dict)  # the stand-in's state
         self._backup: dict[Any, Any] | None = None  # what was shipped, until the workers have it
         self._stand: StandIn | None = None
@@ -116,20 +111,22 @@ class Adopted:
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         """Record the step; returns arguments that make the stock step run on a stand-in."""
-        hubs = hubs_of(optimizer)
-        if not hubs or self._runs_on_driver(optimizer, args, kwargs):
+        if not is_remote(optimizer) or self._runs_on_driver(optimizer, args, kwargs):
             return None
         args, kwargs = _call_closure(args, kwargs)
-        for hub in hubs:
+        members = self._members
+        if members is None or not members.is_current(optimizer):
+            members = self._members = Membership(optimizer)
+        for hub in members.hubs:
             hub.before_step()
-        self._adopt(optimizer, hubs)
+        self._adopt(optimizer, members)
         for remote in self.remotes:
-            remote.step(optimizer, getattr(hubs[0], "seed", 0))
+            remote.step(optimizer, members, getattr(members.hubs[0], "seed", 0))
             for hub in remote.hubs:
                 hub.after_commit()
         for remote in self.remotes:
             remote.stream.step_boundary()
-        self._stand = StandIn(optimizer, self._own, self._needs_filling)
+        self._stand = StandIn(optimizer, members.own, self._own, self._needs_filling)
         return (self._stand.optimizer, *args[1:]), kwargs
 
     def finish(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -179,10 +176,10 @@ class Adopted:
         found.update({k: v for k, v in self._own.items() if isinstance(k, Tensor) and hub_of(k) is None})
         return found
 
-    def _adopt(self, optimizer: Optimizer, hubs: list[Parameters]) -> None:
+    def _adopt(self, optimizer: Optimizer, members: Membership) -> None:
         """Make sure that the workers have the optimizer as it is here."""
         by_stream: dict[int, list[Parameters]] = {}
-        for hub in hubs:
+        for hub in members.hubs:
             by_stream.setdefault(id(hub.stream), []).append(hub)
         current = [list(r.hubs) for r in self.remotes] == list(by_stream.values())
         if all(remote.is_there for remote in self.remotes):
@@ -200,7 +197,7 @@ class Adopted:
                         remote.read(optimizer, WHAT, state=False)
             content = dict(state.items())
         if not current:
-            self.remotes = [RemoteOptimizer(members[0].stream, members) for members in by_stream.values()]
+            self.remotes = [RemoteOptimizer(hubs[0].stream, hubs) for hubs in by_stream.values()]
         self._optimizer = weakref.ref(optimizer)
         self._own = collections.defaultdict(dict)
         for key, value in content.items():
@@ -211,13 +208,13 @@ class Adopted:
         self._needs_filling = not _runs_stock_step(type(optimizer)) and not runs_empty(optimizer, self._own)
         self._backup = content
         for remote in self.remotes:
-            remote.adopt(optimizer, content)
+            remote.adopt(optimizer, members, content)
         if not isinstance(state, RemoteState) or state is not self._state():
             state = RemoteState(self.fetch)
             self._state = weakref.ref(state)
             optimizer.state = state
         state.send_away()
-        for hub in hubs:
+        for hub in members.hubs:
             _adopted_over(hub).add(optimizer)
 
     # ---- steps on the driver

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ def freeze(value: Any, max_numel: float = BY_VALUE_NUMEL) -> Any:
 
 def same(value: Any, frozen: Any) -> bool:
     """Whether `value` is still what `freeze` made `frozen` of."""
+    if type(value) in (float, int, bool, str, type(None)):
+        return value is frozen or (type(value) is type(frozen) and bool(value == frozen or value != value))
     if isinstance(frozen, Seen):
         return value is frozen.tensor and value._version == frozen.version
     if isinstance(value, Tensor) or isinstance(frozen, Tensor):
@@ -80,9 +83,7 @@ def same(value: Any, frozen: Any) -> bool:
         )
     if value is frozen:
         return not isinstance(value, set) or value == frozen
-    if type(value) is not type(frozen) or not is_plain(value):
-        return False
-    return bool(value == frozen or (value != value and frozen != frozen))
+    return type(value) is type(frozen) and is_plain(value) and bool(value == frozen)
 
 
 def _same_tensor(a: Tensor, b: Tensor) -> bool:
@@ -93,6 +94,35 @@ def _same_tensor(a: Tensor, b: Tensor) -> bool:
         return True
     bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]  # a NaN equals itself here
     return torch.equal(*bits)
+
+
+class Membership:
+    """Which parameters an optimizer has, and whose they are: looked up again only when that changes."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._groups = [(g, tuple(g["params"])) for g in optimizer.param_groups]
+        hubs = [[hub_of(p) for p in params] for _, params in self._groups]
+        found = [(p, h) for (_, params), row in zip(self._groups, hubs, strict=True) for p, h in zip(params, row, strict=True)]
+        self._samples = {id(h): (p, h) for p, h in found}.values()
+        self.hubs = list({id(h): h for _, h in found if h is not None}.values())
+        self.own = [
+            [p for p, h in zip(params, row, strict=True) if h is None]
+            for (_, params), row in zip(self._groups, hubs, strict=True)
+        ]
+
+    def is_current(self, optimizer: Optimizer) -> bool:
+        """Whether nothing changed: groups, their parameters, and where those live."""
+        groups = optimizer.param_groups
+        return (
+            len(groups) == len(self._groups)
+            and all(g is old and _identical(g["params"], params) for g, (old, params) in zip(groups, self._groups, strict=True))
+            and all(hub_of(p) is h for p, h in self._samples)
+        )
+
+    def of(self, keys: Mapping[int, str]) -> list[tuple[dict[str, Any], tuple[Tensor, ...]]]:
+        """The groups with their parameters among `keys` (by identity), without those that have none."""
+        parts = [(group, tuple(p for p in params if id(p) in keys)) for group, params in self._groups]
+        return [(group, members) for group, members in parts if members]
 
 
 @dataclass(slots=True)
@@ -121,6 +151,7 @@ class RemoteOptimizer:
         self._dropped = False  # whether steps were dropped that the driver's object has counted
         self._counters: set[str] = set()  # what the stock step changes here and there alike
         self._num_groups = 0
+        self._split: tuple[Membership, list[tuple[dict[str, Any], tuple[Tensor, ...]]]] | None = None
         weakref.finalize(self, stream.drop_value, self.number).atexit = False
 
     def name_of(self, tensor: Tensor) -> str | None:
@@ -129,14 +160,13 @@ class RemoteOptimizer:
 
     # ---- sending
 
-    def adopt(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
+    def adopt(self, optimizer: Optimizer, membership: Membership, state: Mapping[Any, Any]) -> None:
         """Record `Adopt` with the whole optimizer and `state`. Costs no message of its own."""
-        groups = [g for g in optimizer.param_groups if any(id(p) in self._keys for p in g["params"])]
         sent = []
-        for group in groups:
+        for group, members in self._parts(membership):
             self._num_groups += 1
             values = {k: freeze(v) for k, v in group.items() if k != "params"}
-            sent.append(SentGroup(group, self._num_groups, values, self._members(group)))
+            sent.append(SentGroup(group, self._num_groups, values, members))
         shipment = ship_optimizer(optimizer, self.name_of, state, [(s.id, s.group) for s in sent])
         handle = self.stream.group.put(shipment)
         adopted = self.stream.record(Adopt, [(handle,)] * self.stream.group.size, optimizer=self.number)
@@ -155,12 +185,12 @@ class RemoteOptimizer:
             if k not in APART and not is_plain(v)
         )
 
-    def step(self, optimizer: Optimizer, seed: int) -> None:
+    def step(self, optimizer: Optimizer, membership: Membership, seed: int) -> None:
         """Record `Step` with what changed since the last one. Costs no message of its own."""
         self._settle()
         if self._dropped and self._counters:
             self.read(optimizer, "what the optimizer counts", state=False)
-        changes, groups = self._changes(optimizer)
+        changes, groups = self._changes(optimizer, membership)
         body = b"" if changes is None else pack_changes(changes, self.name_of)
         key = RandomKey(seed, self.stream.version, 0)
         pending = self.stream.record(Step, optimizer=self.number, groups=body, key=key)
@@ -177,16 +207,17 @@ class RemoteOptimizer:
                 self._attributes.pop(name, None)
         self._unconfirmed.append((pending, changes))
 
-    def _members(self, group: dict[str, Any]) -> tuple[Tensor, ...]:
-        return tuple(p for p in group["params"] if id(p) in self._keys)
+    def _parts(self, membership: Membership) -> list[tuple[dict[str, Any], tuple[Tensor, ...]]]:
+        if self._split is None or self._split[0] is not membership:
+            self._split = (membership, membership.of(self._keys))
+        return self._split[1]
 
-    def _changes(self, optimizer: Optimizer) -> tuple[Changes | None, list[SentGroup]]:
+    def _changes(
+        self, optimizer: Optimizer, membership: Membership
+    ) -> tuple[Changes | None, list[SentGroup]]:
         groups: list[SentGroup] = []
         changed: list[GroupChange] = []
-        for group in optimizer.param_groups:
-            members = self._members(group)
-            if not members:
-                continue
+        for group, members in self._parts(membership):
             sent = next((s for s in self._groups if s.group is group), None)
             if sent is None:
                 self._num_groups += 1
@@ -194,7 +225,7 @@ class RemoteOptimizer:
             groups.append(sent)
             values = {k: v for k, v in group.items() if k != "params" and not same(v, sent.values.get(k, MISSING))}
             removed = tuple(k for k in sent.values if k not in group)
-            moved = sent.members is None or not _identical(members, sent.members)
+            moved = sent.members is not members and (sent.members is None or not _identical(members, sent.members))
             if values or removed or moved:
                 changed.append(GroupChange(sent.id, values, removed, members if moved else None))
         present = optimizer.__dict__
@@ -267,7 +298,7 @@ class RemoteOptimizer:
 
 
 def _identical(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def _take_over(target: dict[str, Any], home: Mapping[str, Any], sent: dict[str, Any], names: Sequence[str]) -> None:

@@ -27,19 +27,22 @@ class StandIn:
 
     Args:
         optimizer: the driver's object.
-        state: the state of the driver's own parameters.
+        own: for each group the driver's own parameters.
+        state: their state.
         fill: give groups that would be empty one number as a parameter, and keep attributes apart, for classes whose
             step fails without parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, state: collections.defaultdict[Any, Any], fill: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, own: list[list[Tensor]], state: collections.defaultdict[Any, Any], fill: bool
+    ) -> None:
         self._fill = fill
         attributes = {k: _without_remote(v) for k, v in optimizer.__dict__.items() if k not in APART}
         if fill:
             attributes = {k: copy.deepcopy(v) if is_plain(v) else v for k, v in attributes.items()}
         attributes |= {name: collections.OrderedDict() for name in HOOK_NAMES}
         attributes["param_groups"] = [
-            {**g, "params": [p for p in g["params"] if hub_of(p) is None]} for g in optimizer.param_groups
+            {**g, "params": list(params)} for g, params in zip(optimizer.param_groups, own, strict=True)
         ]
         attributes["state"] = copy.copy(state) if fill else state
         if fill:
@@ -120,8 +123,10 @@ def _is_remote_tensor(value: Any) -> bool:
 
 
 def runs_empty(optimizer: Optimizer, state: Mapping[Any, Any]) -> bool:
-    """Try the step of a user's class on a stand-in whose attributes are copies."""
-    trial = StandIn(optimizer, copy.deepcopy(collections.defaultdict(dict, state)), fill=False).optimizer
+    """Try the step of a user's class without parameters, on a stand-in whose state and attributes are copies."""
+    none: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+    shared = collections.defaultdict(dict, {k: copy.deepcopy(v) for k, v in state.items() if not isinstance(k, Tensor)})
+    trial = StandIn(optimizer, none, shared, fill=False).optimizer
     for name, value in trial.__dict__.items():
         if name not in APART and is_plain(value):
             trial.__dict__[name] = copy.deepcopy(value)
