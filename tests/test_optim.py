@@ -274,6 +274,60 @@ def test_one_optimizer_over_two_models_and_parameters_of_the_driver() -> None:
     second.close()
 
 
+def test_a_gan_on_shared_workers() -> None:
+    nets = [[build_net(0), build_net(1)], [build_net(0), build_net(1)]]
+    first = DataParallel(nets[0][0], 2, backend="local")
+    second = DataParallel(nets[0][1], workers=first)
+    calls = [(first, second), tuple(nets[1])]
+    both = [torch.optim.Adam([*a.parameters(), *b.parameters()], lr=1e-2) for a, b in nets]
+    one = [torch.optim.SGD(b.parameters(), lr=1e-2, momentum=0.9) for _, b in nets]
+    for i in range(4):
+        x, y = batch(i)
+        for k in range(2):
+            both[k].zero_grad()
+            (F.cross_entropy(calls[k][0](x), y) + F.cross_entropy(calls[k][1](x), y)).backward()
+            both[k].step()
+            one[k].step()
+    assert_equal(first.state_dict(), nets[1][0].state_dict(), exact=False)
+    assert_equal(second.state_dict(), nets[1][1].state_dict(), exact=False)
+    assert_equal(both[0].state_dict(), both[1].state_dict(), exact=False)
+    assert_equal(one[0].state_dict(), one[1].state_dict(), exact=False)
+    first.check_sync()
+    second.close()
+    first.close()
+
+
+def test_a_model_that_is_wrapped_later() -> None:
+    nets = [[build_net(0), build_net(1)], [build_net(0), build_net(1)]]
+    optimizers = [torch.optim.Adam([*a.parameters(), *b.parameters()], lr=1e-2) for a, b in nets]
+    calls: list[list[Any]] = [[DataParallel(nets[0][0], 0), nets[0][1]], list(nets[1])]
+    for i in range(6):
+        if i == 3:
+            calls[0][1] = DataParallel(nets[0][1], 0)
+        x, y = batch(i)
+        for k in range(2):
+            optimizers[k].zero_grad()
+            (F.cross_entropy(calls[k][0](x), y) + F.cross_entropy(calls[k][1](x), y)).backward()
+            optimizers[k].step()
+    for k in range(2):
+        assert_equal(calls[0][k].state_dict(), nets[1][k].state_dict())
+    assert_equal(optimizers[0].state_dict(), optimizers[1].state_dict())
+    for model in calls[0]:
+        model.close()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_zero_grad(foreach: bool, set_to_none: bool, pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1, foreach=foreach))
+    for i in range(3):
+        pair.step(i)
+        for o in pair.optimizers:
+            o.zero_grad(set_to_none=set_to_none)
+            o.step()
+    pair.check()
+
+
 # ---- the state
 
 

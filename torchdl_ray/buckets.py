@@ -85,12 +85,15 @@ class Buckets:
         self._touched = False
         self.rebuild()
 
-    def rebuild(self) -> None:
-        """Lay the buckets out anew for the parameters that require gradients now; gradients that exist move along."""
+    def rebuild(self, also: str = "") -> None:
+        """Lay the buckets out anew for the parameters that require gradients now, that have one, and for `also`;
+        gradients that exist move along."""
         old = {name: self.grad(name) for name in self.present}
         for hook in self._hooks:
             hook.remove()
-        trainable = [(n, p) for n, p in self.parameters.items() if p.requires_grad]
+        trainable = [
+            (n, p) for n, p in self.parameters.items() if p.requires_grad or self.present.get(n) or n == also
+        ]
         groups: list[list[tuple[str, nn.Parameter]]] = []
         open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[str, nn.Parameter]], list[int]]] = {}
         for name, p in reversed(trainable):
@@ -112,7 +115,7 @@ class Buckets:
                 self.present[name] = True
         for name, p in self.parameters.items():
             p.grad = self._where[name].views[name] if self.present.get(name) else None
-        self._hooks = [p.register_post_accumulate_grad_hook(self._hook(name)) for name, p in trainable]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._hook(name)) for name, p in trainable if p.requires_grad]
         self.committed()
 
     def grad(self, name: str) -> Tensor | None:
@@ -238,12 +241,13 @@ class Buckets:
 
     def write(self, name: str, grad: Tensor) -> None:
         """Overwrite the reduced gradient of `name`, on all ranks alike."""
-        if name in self._where:
-            view = self._where[name].views[name]
-            if grad is not view:
-                view.copy_(grad)
-            self.present[name] = True
-            self.parameters[name].grad = view
+        if name not in self._where:
+            self.rebuild(also=name)  # a frozen parameter that is given a gradient
+        view = self._where[name].views[name]
+        if grad is not view:
+            view.copy_(grad)
+        self.present[name] = True
+        self.parameters[name].grad = view
 
     def committed(self) -> None:
         """Take the present gradients as those of the last commit."""

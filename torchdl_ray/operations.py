@@ -110,7 +110,9 @@ def name_of(function: Function) -> tuple[str, str] | None:
     name = getattr(function, "__name__", "")
     if isinstance(owner, GetSetDescriptorType):
         return (name, owner.__name__) if name in ("__get__", "__set__") else None
-    return next(((key, name) for key, holder in _HOLDERS.items() if getattr(holder, name, None) == function), None)
+    short = name.partition("_")[2]  # linalg_vector_norm
+    spellings = [(key, n) for key in _HOLDERS for n in (name, short, f"__{name}__") if n]
+    return next((at for at in spellings if getattr(_HOLDERS[at[0]], at[1], None) == function), None)
 
 
 @functools.cache

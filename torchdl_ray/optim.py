@@ -173,7 +173,9 @@ class Adopted:
                 found.update({k: v for k, v in kept if not isinstance(k, Tensor) or remote.name_of(k)})
             else:
                 found.update(remote.read(optimizer, WHAT))
-        found.update({k: v for k, v in self._own.items() if isinstance(k, Tensor) and hub_of(k) is None})
+        for key, value in self._own.items():
+            if isinstance(key, Tensor) and all(remote.name_of(key) is None for remote in self.remotes):
+                found[key] = value
         return found
 
     def _adopt(self, optimizer: Optimizer, members: Membership) -> None:

@@ -102,8 +102,10 @@ class Membership:
     def __init__(self, optimizer: Optimizer) -> None:
         self._groups = [(g, tuple(g["params"])) for g in optimizer.param_groups]
         hubs = [[hub_of(p) for p in params] for _, params in self._groups]
-        found = [(p, h) for (_, params), row in zip(self._groups, hubs, strict=True) for p, h in zip(params, row, strict=True)]
-        self._samples = {id(h): (p, h) for p, h in found}.values()
+        rows = zip(self._groups, hubs, strict=True)
+        found = [pair for (_, params), row in rows for pair in zip(params, row, strict=True)]
+        first = {id(h): (p, h) for p, h in reversed(found) if h is not None}
+        self._samples = list(first.values()) + [(p, None) for p, h in found if h is None]
         self.hubs = list({id(h): h for _, h in found if h is not None}.values())
         self.own = [
             [p for p, h in zip(params, row, strict=True) if h is None]
@@ -112,12 +114,12 @@ class Membership:
 
     def is_current(self, optimizer: Optimizer) -> bool:
         """Whether nothing changed: groups, their parameters, and where those live."""
-        groups = optimizer.param_groups
-        return (
-            len(groups) == len(self._groups)
-            and all(g is old and _identical(g["params"], params) for g, (old, params) in zip(groups, self._groups, strict=True))
-            and all(hub_of(p) is h for p, h in self._samples)
-        )
+        if len(optimizer.param_groups) != len(self._groups):
+            return False
+        pairs = zip(optimizer.param_groups, self._groups, strict=True)
+        if not all(group is old and _identical(group["params"], params) for group, (old, params) in pairs):
+            return False
+        return all(hub_of(p) is h for p, h in self._samples)
 
     def of(self, keys: Mapping[int, str]) -> list[tuple[dict[str, Any], tuple[Tensor, ...]]]:
         """The groups with their parameters among `keys` (by identity), without those that have none."""
@@ -180,9 +182,8 @@ class RemoteOptimizer:
         if self.adopted is None or self.adopted.error is not None:
             return True
         return any(
-            v is not self._attributes.get(k, MISSING)
+            k not in APART and v is not self._attributes.get(k, MISSING) and not is_plain(v)
             for k, v in optimizer.__dict__.items()
-            if k not in APART and not is_plain(v)
         )
 
     def step(self, optimizer: Optimizer, membership: Membership, seed: int) -> None:

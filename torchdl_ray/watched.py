@@ -14,6 +14,7 @@ Invariant: reading gives the newest value, and no write goes unseen, or it raise
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -31,7 +32,7 @@ T: Any = Tensor
 _HIDDEN_WRITES = ("batch_norm", "instance_norm")  # write running statistics without counting a version
 _GRADIENT_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _ENGINE = (torch.autograd.grad, torch.autograd.backward)
-_ZEROING = (torch.optim.Optimizer.zero_grad.__code__, nn.Module.zero_grad.__code__)
+_ZEROING = tuple(inspect.unwrap(f).__code__ for f in (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad))
 _QUIET = frozenset((T.backward, T.retain_grad, T.__deepcopy__))
 
 
@@ -102,7 +103,7 @@ class RemoteParameter(Remote, nn.Parameter):
         self.grad = None
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return "Parameter containing:\n" + repr(_current(self))
+        return "Parameter containing:\n" + repr(_current(self).requires_grad_(_flag(self)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
