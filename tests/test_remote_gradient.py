@@ -67,7 +67,9 @@ REMOTE: dict[str, Callable[[Side], Any]] = {
     "clip_grad_value_": lambda s: utils.clip_grad_value_(s.net.parameters(), 0.01),
     "clip_grad_value_ foreach": lambda s: utils.clip_grad_value_(s.net.parameters(), 0.01, foreach=True),
     "get_total_norm": lambda s: utils.get_total_norm(grads(s)),
-    "clip_grads_with_norm_": lambda s: utils.clip_grads_with_norm_(s.net.parameters(), 0.1, utils.get_total_norm(grads(s))),
+    "clip_grads_with_norm_": lambda s: utils.clip_grads_with_norm_(
+        s.net.parameters(), 0.1, utils.get_total_norm(grads(s))
+    ),
     "mul_": each(lambda g: g.mul_(0.5)),
     "div by a 0-dim tensor": each(lambda g: g.div_(torch.tensor(3.0))),
     "augmented": assign_each(lambda g: g.__itruediv__(3)),
@@ -180,7 +182,9 @@ def test_between_backward_and_step(name: str, workers: int):
     compare(script, workers)
 
 
-@pytest.mark.parametrize("name", ["clip_grad_norm_", "mul_", "copy_", "assigned", "assigned tensor", "None for one", "zero_"])
+@pytest.mark.parametrize(
+    "name", ["clip_grad_norm_", "mul_", "copy_", "assigned", "assigned tensor", "None for one", "zero_"]
+)
 def test_between_two_backwards(name: str):
     def script(s: Side) -> Any:
         s.step()
@@ -355,8 +359,13 @@ REFUSED: dict[str, tuple[Callable[[Side], Any], str]] = {
     "hook": (lambda s: s.w.grad.register_hook(lambda g: g), "fetch"),
     "storage": (lambda s: s.w.grad.untyped_storage(), "fetch"),
     "requires_grad_": (lambda s: s.w.grad.requires_grad_(), "second derivatives"),
-    "shared": (lambda s: setattr(s.net.second.weight, "grad", s.net.second.weight.grad) or setattr(
-        s.net.head.weight, "grad", s.net.second.weight.grad), "clone"),
+    "shared": (
+        lambda s: (
+            setattr(s.net.second.weight, "grad", s.net.second.weight.grad)
+            or setattr(s.net.head.weight, "grad", s.net.second.weight.grad)
+        ),
+        "clone",
+    ),
     "other shape": (lambda s: assign(s.w.grad, torch.zeros(2, dtype=torch.float64)), "shape"),
     "assigned, then backward, then written": (lambda s: written_late(s), "assign the tensor again"),
 }
@@ -399,7 +408,13 @@ def test_a_handle_has_the_true_metadata(side: Side):
     assert type(g) is RemoteGradient
     assert isinstance(g, Tensor)
     assert g is side.w.grad
-    assert (g.shape, g.dtype, g.device.type, g.stride(), g.requires_grad) == ((8, 5), torch.float64, "cpu", (5, 1), False)
+    assert (g.shape, g.dtype, g.device.type, g.stride(), g.requires_grad) == (
+        (8, 5),
+        torch.float64,
+        "cpu",
+        (5, 1),
+        False,
+    )
     assert g.detach() is g
     assert g.to("cpu") is g
     assert g.mul_(2) is g
@@ -489,7 +504,13 @@ def test_a_value_from_before_a_failure_is_refused():
     [
         *(torch.Tensor.mul_, torch.Tensor.__add__, torch.Tensor.__rsub__, torch.Tensor.__pow__, torch.Tensor.norm),
         *(torch.mul, torch.norm, torch.stack, torch._foreach_norm, torch.linalg.vector_norm, torch.nn.functional.relu),
-        *(torch.Tensor.T.__get__, torch.Tensor.__setitem__, torch.Tensor.__getitem__, torch.fft.fft, torch.special.expit),
+        *(
+            torch.Tensor.T.__get__,
+            torch.Tensor.__setitem__,
+            torch.Tensor.__getitem__,
+            torch.fft.fft,
+            torch.special.expit,
+        ),
     ],
     ids=str,
 )

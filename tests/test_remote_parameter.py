@@ -1,4 +1,4 @@
-"""What users do with parameters and buffers, on a remote model beside plain PyTorch: the same, or an error that says so."""
+"""What users do with parameters and buffers, beside plain PyTorch: the same, or an error that says so."""
 
 from __future__ import annotations
 
@@ -49,7 +49,12 @@ READS: dict[str, Callable[[Side], Any]] = {
     "functional_call": lambda s: functional(s),
     "numpy function": lambda s: torch.from_numpy(np.asarray(s.w.detach()) * 2.0),
     "shape": lambda s: [list(s.w.shape), s.w.ndim, s.w.numel(), len(s.w), s.w.is_leaf],
-    "isinstance": lambda s: [isinstance(s.w, nn.Parameter), isinstance(s.w, Tensor), s.w in {s.w}, s.w is s.net.first.weight],
+    "isinstance": lambda s: [
+        isinstance(s.w, nn.Parameter),
+        isinstance(s.w, Tensor),
+        s.w in {s.w},
+        s.w is s.net.first.weight,
+    ],
     "zeros_like": lambda s: [torch.zeros_like(s.w), s.w.new_ones(2)],
     "view kept": lambda s: kept(s, lambda: s.w.data),
     "detached kept": lambda s: kept(s, lambda: s.w.detach()),
@@ -138,7 +143,7 @@ WRITES: dict[str, Callable[[Side], Any]] = {
     "data = tensor": lambda s: assign(s.w, torch.full((8, 5), 0.25, dtype=torch.float64)),
     "data = tensor kept": lambda s: assigned_and_written(s),
     "init": lambda s: nn.init.constant_(s.w, 0.3),
-    "random init": lambda s: [nn.init.xavier_uniform_(s.w), nn.init.normal_(s.b), nn.init.orthogonal_(s.unused)] and None,
+    "random init": lambda s: [nn.init.xavier_uniform_(s.w), nn.init.normal_(s.b), nn.init.orthogonal_(s.unused)],
     "reset_parameters": lambda s: s.net.second.reset_parameters(),
     "apply": lambda s: s.net.apply(lambda m: nn.init.ones_(m.weight) if isinstance(m, nn.Linear) else None) and None,
     "ema": no_grad(lambda s: [p.mul_(0.9).add_(torch.ones_like(p), alpha=0.1) for p in s.net.parameters()] and None),
@@ -150,7 +155,9 @@ WRITES: dict[str, Callable[[Side], Any]] = {
         torch.linspace(-1, 1, sum(p.numel() for p in s.net.parameters()), dtype=torch.float64), s.net.parameters()
     ),
     "load_state_dict": lambda s: s.net.load_state_dict({k: v * 0.5 for k, v in s.net.state_dict().items()}) and None,
-    "load_state_dict of one": lambda s: s.net.second.load_state_dict({"weight": torch.ones(3, 8), "bias": torch.ones(3)}) and None,
+    "load_state_dict of one": lambda s: (
+        s.net.second.load_state_dict({"weight": torch.ones(3, 8), "bias": torch.ones(3)}) and None
+    ),
     "buffer": lambda s: s.net.shift.add_(1.0),
     "buffer data": lambda s: s.net.shift.data.fill_(2.0),
     "buffer replaced": lambda s: setattr(s.net, "shift", torch.full((3,), 2.0, dtype=torch.float64)),
@@ -164,7 +171,7 @@ WRITES: dict[str, Callable[[Side], Any]] = {
     "normalise": lambda s: assign(s.w, torch.nn.functional.normalize(s.w.data, dim=1)),
     "module.double": lambda s: s.net.double() and None,
     "module.to": lambda s: s.net.to("cpu") and None,
-    "requires_grad_": lambda s: [s.w.requires_grad_(False)] and None,
+    "requires_grad_": lambda s: s.w.requires_grad_(False),
     "freeze": lambda s: s.net.first.requires_grad_(False) and None,
     "requires_grad": lambda s: setattr(s.b, "requires_grad", False),
     "attribute": lambda s: setattr(s.net, "gain", 0.5),
@@ -371,17 +378,31 @@ REFUSED: dict[str, tuple[Callable[[Side], Any], str]] = {
     "other dtype": (lambda s: s.net.half(), "anew"),
     "other shape": (lambda s: assign(s.w, torch.zeros(2, dtype=torch.float64)), "anew"),
     "shared memory": (lambda s: assign(s.net.second.weight, s.net.head.weight.data), "anew"),
-    "tied": (lambda s: setattr(s.net.second, "weight", s.net.head.weight) or s.forward(), "'second.weight' was replaced"),
-    "new parameter object": (lambda s: setattr(s.net.second, "bias", nn.Parameter(torch.zeros(3))) or s.forward(), "anew"),
+    "tied": (
+        lambda s: setattr(s.net.second, "weight", s.net.head.weight) or s.forward(),
+        "'second.weight' was replaced",
+    ),
+    "new parameter object": (
+        lambda s: setattr(s.net.second, "bias", nn.Parameter(torch.zeros(3))) or s.forward(),
+        "anew",
+    ),
     "new submodule": (lambda s: s.net.add_module("more", nn.Linear(2, 2)) or s.forward(), "'more' was added"),
     "submodule replaced": (lambda s: setattr(s.net, "second", nn.Linear(8, 3)) or s.forward(), "'second' was replaced"),
     "submodule removed": (lambda s: delattr(s.net, "second") or s.forward(), "'second' was removed"),
     "new buffer": (lambda s: s.net.register_buffer("more", torch.zeros(1)) or s.forward(), "'more' was added"),
-    "forward hook": (lambda s: s.net.first.register_forward_hook(lambda *a: None) and s.forward(), "hook of module 'first'"),
+    "forward hook": (
+        lambda s: s.net.first.register_forward_hook(lambda *a: None) and s.forward(),
+        "hook of module 'first'",
+    ),
     "method replaced": (lambda s: setattr(s.net, "forward", lambda x: x) or s.forward(), "callable"),
-    "spectral norm afterwards": (lambda s: nn.utils.parametrizations.spectral_norm(s.net.second) and s.forward(), "anew"),
-    "GradScaler": (lambda s: torch._amp_foreach_non_finite_check_and_unscale_(
-        [s.graded().grad], torch.zeros(1), torch.ones(1)), "bf16"),
+    "spectral norm afterwards": (
+        lambda s: nn.utils.parametrizations.spectral_norm(s.net.second) and s.forward(),
+        "anew",
+    ),
+    "GradScaler": (
+        lambda s: torch._amp_foreach_non_finite_check_and_unscale_([s.graded().grad], torch.zeros(1), torch.ones(1)),
+        "bf16",
+    ),
     "array written after a step": (lambda s: stale_array(s), "numpy array"),
 }
 

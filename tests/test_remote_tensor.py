@@ -105,7 +105,7 @@ class Side:
         found = {f"{k}.{n}": p.grad for k, m in own.items() for n, p in m.named_parameters()}
         found.update({"x": self.x.grad, "v": self.v.grad, "z": self.z.grad})
         found.update({n: p.grad for n, p in self.net.named_parameters()})
-        return {k: None if g is None else plainly(g) for k, g in found.items()}
+        return {k: None if g is None else torch.from_numpy(g.detach().numpy().copy()) for k, g in found.items()}
 
 
 def plainly(value: Any) -> Any:

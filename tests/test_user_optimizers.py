@@ -131,7 +131,28 @@ class Gentle(Optimizer):
         return 7
 
 
+class Untidy(torch.optim.SGD):
+    """Replaces gradients in its step, or clears them, and makes objects."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.clock = Clock(getattr(self, "clock", None))
+        for i, p in enumerate(p for g in self.param_groups for p in g["params"]):
+            if p.grad is not None:
+                p.grad = p.grad * 0.5
+                if i % 2:
+                    p.add_(p.grad, alpha=-0.01)
+                    p.grad = None
+        return super().step(closure)
+
+
+class Clock:
+    def __init__(self, before: Clock | None) -> None:
+        self.ticks = before.ticks + 1 if before is not None else 1
+
+
 USERS: dict[str, Make] = {
+    "untidy": lambda ps: Untidy(ps, lr=0.1, momentum=0.9),
     "counting": lambda ps: Counting(ps, 0.1),
     "mixin": lambda ps: LoggedAdam(ps, lr=1e-2),
     "naive": lambda ps: Naive(ps, 0.1),
@@ -183,6 +204,25 @@ def test_subclasses_on_two_workers(name: str, pairs: Callable[..., Pair]) -> Non
         pair.step(i)
     pair.check(exact=False)
     assert len(set(pair.model.check_sync())) == 1
+
+
+def test_gradients_that_a_step_changes(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(2, lambda ps: Untidy(ps, lr=0.1))
+    for i in range(5):
+        for (call, _), o in zip(pair.sides, pair.optimizers, strict=True):
+            x, y = batch(i)
+            F.cross_entropy(call(x), y).backward()  # on top of what the step has left
+            o.step()
+        assert pair.optimizers[0].clock.ticks == i + 1
+    pair.check(exact=False)
+    weights = [net[0].weight.grad for _, net in pair.sides]
+    assert torch.allclose(weights[0], weights[1])
+
+
+def test_a_differentiable_step_is_refused(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(0, lambda ps: torch.optim.SGD(ps, lr=0.1, differentiable=True))
+    with pytest.raises(UnsupportedError, match="differentiable"):
+        pair.optimizers[0].step()
 
 
 SOURCE = """

@@ -14,7 +14,7 @@ from torchdl_ray.data_parallel import DataParallel
 
 
 class MeanNorm(nn.BatchNorm1d):
-    """A normalisation whose running mean is linear in the rows, so that shards give exactly what the whole batch does."""
+    """A normalisation whose running mean is linear in the rows, so that shards give what the whole batch does."""
 
     def forward(self, x: Tensor) -> Tensor:
         mean = self.running_mean.clone()

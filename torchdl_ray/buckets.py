@@ -86,8 +86,10 @@ class Buckets:
         self.rebuild()
 
     def rebuild(self, also: str = "") -> None:
-        """Lay the buckets out anew for the parameters that require gradients now, that have one, and for `also`;
-        gradients that exist move along."""
+        """Lay the buckets out anew for all parameters that require gradients now, that have one, and for `also`.
+
+        Gradients that exist move along.
+        """
         old = {name: self.grad(name) for name in self.present}
         for hook in self._hooks:
             hook.remove()
@@ -115,7 +117,8 @@ class Buckets:
                 self.present[name] = True
         for name, p in self.parameters.items():
             p.grad = self._where[name].views[name] if self.present.get(name) else None
-        self._hooks = [p.register_post_accumulate_grad_hook(self._hook(name)) for name, p in trainable if p.requires_grad]
+        hooked = [(name, p) for name, p in trainable if p.requires_grad]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._hook(name)) for name, p in hooked]
         self.committed()
 
     def grad(self, name: str) -> Tensor | None:

@@ -72,6 +72,15 @@ class DataParallel(nn.Module):
         PlacementError: the devices cannot be had; nothing is left behind.
     """
 
+    _core: nn.Module
+    _stream: Stream
+    _model: int
+    _caller: Caller
+    _parameters_hub: Parameters
+    _finalizer: weakref.finalize[..., DataParallel]
+    _losses: list[RemoteTensor] | None
+    _name: str
+
     def __init__(
         self,
         module: nn.Module,
@@ -118,7 +127,7 @@ class DataParallel(nn.Module):
             handle = stream.group.put(shipment)
             stream.record(program.AddModel, [(handle,)] * stream.group.size, model=model)
             stream.finish()
-            hold["_parameters_hub"] = hub = Parameters(module, stream, model)
+            hold["_parameters_hub"] = hub = Parameters(module, stream, model, seed)
             hold["_stream"], hold["_core"], hold["_model"] = stream, module, model
             hold["_caller"] = Caller(stream, model, module, hub, Layout(stream.group.size), options)
         except BaseException:
@@ -126,7 +135,7 @@ class DataParallel(nn.Module):
             if stream.users <= 0:
                 stream.abandon()
             raise
-        hold["_loss"], hold["_name"] = None, name or type(module).__name__
+        hold["_losses"], hold["_name"] = None, name or type(module).__name__
         hold["_finalizer"] = finalizer = weakref.finalize(self, _let_go, stream, hub)
         finalizer.atexit = False
         atexit.register(finalizer)  # last in, first out: before Ray, which was started earlier, ends the workers
@@ -157,21 +166,23 @@ class DataParallel(nn.Module):
         Equal to `(loss * scale).backward()`. Costs no message by itself.
         Raises: BackwardError where the last call returned no such output, or several.
         """
-        losses, held = self._loss or ([], None)
-        if len(losses) != 1:
-            found = "no call was made" if held is None else f"the last call returned {len(losses)} scalars with a graph"
+        losses = self._losses
+        if losses is None or len(losses) != 1:
+            found = (
+                "no call was made" if losses is None else f"the last call returned {len(losses)} scalars with a graph"
+            )
             raise BackwardError(
                 f"model.backward() needs one loss, but {found}. Return one scalar loss from the module, or call "
                 "(...).backward() on the loss itself"
             )
-        hold = self.__dict__
-        hold["_loss"] = None
+        self.__dict__["_losses"] = None
         (losses[0] if scale == 1.0 else losses[0] * scale).backward()
 
     def _remember(self, output: Any) -> Any:
         leaves, _ = flatten(output)
-        losses = [x for x in leaves if isinstance(x, RemoteTensor) and x.is_scalar() and x.requires_grad]
-        self.__dict__["_loss"] = (losses, True)
+        self.__dict__["_losses"] = [
+            x for x in leaves if isinstance(x, RemoteTensor) and x.is_scalar() and x.requires_grad
+        ]
         return output
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -214,10 +225,7 @@ class DataParallel(nn.Module):
         self._refresh()
         return self._core
 
-    @property
-    def wrapped_module(self) -> nn.Module:
-        """The same as `module`."""
-        return self.module
+    wrapped_module = module
 
     def _refresh(self) -> None:
         if self._finalizer.alive:
@@ -226,7 +234,7 @@ class DataParallel(nn.Module):
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
         """The wrapped module's modules, under their own names: there is no `module.` prefix anywhere."""
-        return self._core.named_modules(memo, prefix, remove_duplicate)
+        yield from self._core.named_modules(memo, prefix, remove_duplicate)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The wrapped module's children."""
@@ -257,11 +265,11 @@ class DataParallel(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> DataParallel:
         """Does nothing for a device: each worker keeps the module on its own. Raises UnsupportedError for a dtype."""
-        _, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-        if dtype is not None or memory_format is not None:
+        parsed: Any = torch._C._nn._parse_to(*args, **kwargs)
+        wanted = [x for x in (parsed[1], parsed[3]) if x is not None]
+        if wanted:
             raise UnsupportedError(
-                "the module is on the workers already; cast it before wrapping: "
-                f"DataParallel(module.to({dtype or memory_format}))"
+                f"the module is on the workers already; cast it before wrapping: DataParallel(module.to({wanted[0]}))"
             )
         return self
 
@@ -300,10 +308,7 @@ class DataParallel(nn.Module):
     def replicas(self) -> tuple[view.Replica, ...]:
         """The replicas; `model.replicas[r].run(fn)` calls a function on one."""
         group = self._stream.group
-        return tuple(
-            view.Replica(m, d, lambda fn, a, k, r=m.rank: self._run(fn, a, k, (r,))[r])
-            for m, d in zip(group.members, group.devices, strict=True)
-        )
+        return tuple(view.Replica(m, d, self._run) for m, d in zip(group.members, group.devices, strict=True))
 
     def check_sync(self) -> tuple[str, ...]:
         """Compare all replicas' parameters, buffers, optimizer state and reduced gradients, bit by bit.
@@ -386,6 +391,7 @@ def _let_go(stream: Stream, hub: Parameters) -> None:
 def _shut_down(stream: Stream, hub: Parameters) -> None:
     """Bring the newest values home, wait for what was recorded, and let the workers go if no other model lives there."""
     try:
+        optim.release_optimizers(hub)
         hub.release()
     finally:
         stream.users -= 1

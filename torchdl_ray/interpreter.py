@@ -208,6 +208,11 @@ def _step(command: program.Step, state: State, payload: Payload) -> None:
         adoption.apply_groups(optimizer, command.groups, state.known())
     seed_generators(seed_of(command.key, 0, 0), state.device)
     optimizer.step()
+    for replica in state.replicas.values():
+        for name, p in replica.parameters.items():  # a user's step may have set or cleared gradients
+            grad = p.grad
+            if grad is not replica.buckets.grad(name):
+                replica.buckets.zero((name,), to_none=True) if grad is None else replica.buckets.write(name, grad)
 
 
 @execute.register

@@ -53,21 +53,15 @@ def release_optimizers(hub: Parameters) -> None:
 
     To be called before the workers go. Costs one message and wait per optimizer.
     """
-    for optimizer in list(_adopted_over(hub)):
+    for optimizer in list(hub.optimizers):
         for hook in list(optimizer._optimizer_step_pre_hooks.values()):
-            if not isinstance(hook, Adopted):
+            if not isinstance(hook, Adopted) or all(hub not in remote.hubs for remote in hook.remotes):
                 continue
             try:
                 hook.release(optimizer)
             except TorchdlError as error:
                 _warn(f"the newest state of {type(optimizer).__name__} is lost: {error}")
-    _adopted_over(hub).clear()
-
-
-def _adopted_over(hub: Parameters) -> weakref.WeakSet[Optimizer]:
-    """The optimizers whose state is on the workers of this model."""
-    found: weakref.WeakSet[Optimizer] = vars(hub).setdefault("optimizers", weakref.WeakSet())
-    return found
+    hub.optimizers.clear()
 
 
 def install() -> None:
@@ -113,6 +107,11 @@ class Adopted:
         """Record the step; returns arguments that make the stock step run on a stand-in."""
         if not is_remote(optimizer) or self._runs_on_driver(optimizer, args, kwargs):
             return None
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}(differentiable=True): no graph leads through a step on the workers. Step "
+                "with differentiable=False, or differentiate through the update inside model.run(fn)"
+            )
         args, kwargs = _call_closure(args, kwargs)
         members = self._members
         if members is None or not members.is_current(optimizer):
@@ -121,7 +120,7 @@ class Adopted:
             hub.before_step()
         self._adopt(optimizer, members)
         for remote in self.remotes:
-            remote.step(optimizer, members, getattr(members.hubs[0], "seed", 0))
+            remote.step(optimizer, members, members.hubs[0].seed)
             for hub in remote.hubs:
                 hub.after_commit()
         for remote in self.remotes:
@@ -217,7 +216,7 @@ class Adopted:
             optimizer.state = state
         state.send_away()
         for hub in members.hubs:
-            _adopted_over(hub).add(optimizer)
+            hub.optimizers.add(optimizer)
 
     # ---- steps on the driver
 

@@ -14,6 +14,7 @@ Invariant: reading gives the newest value, or raises; a write travels before the
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -65,9 +66,10 @@ class Parameters:
         model: the model's number on the workers, which have the module as it is now.
     """
 
-    def __init__(self, module: nn.Module, stream: Stream, model: int) -> None:
+    def __init__(self, module: nn.Module, stream: Stream, model: int, seed: int = 0) -> None:
         claim(module)
-        self.module, self.stream, self.model = module, stream, model
+        self.module, self.stream, self.model, self.seed = module, stream, model, seed
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that step on the workers
         parameters = dict(module.named_parameters())
         old_grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         self.state = ModuleState(module, parameters)
@@ -102,28 +104,47 @@ class Parameters:
 
     def look(self, name: str) -> None:
         """Somebody looks at the tensor `name`: bring it up to date. A second name brings all at once."""
-        if name in self._stale and not self._released:
+        if self._released:
+            return
+        with OFF():
+            on_workers_only = self._tensor(name).is_meta
+        if on_workers_only:
+            raise UnsupportedError(
+        """Bring the named tensors (None: all) up to date where they are not. One message per worker, and waits."""
+                "model.state_dict(), write it with model.change(fn)"
+            )
+        if name in self._stale:
             self.pull([name] if self._looked in (None, name) else None)
             self._looked = name
 
     def pull(self, names: Iterable[str] | None = None) -> None:
         """Bring the named tensors (None: all) up to date, where they are not. One message per worker, and waits."""
-        wanted = self._stale if names is None else self._stale.intersection(names)
-        if not wanted:
-            return
-        order = tuple(n for n in (*self.parameters, *self.buffers) if n in wanted)
-        if any(n in self.buffers for n in order):
-            self.stream.level(self.model)
-        pending = self.stream.record(program.ReadTensors, model=self.model, names=order)
-        wires = pending.wait("parameters and buffers")[0]
+        with OFF():
+            real = {n for n in self._stale if not self._tensor(n).is_meta}
+        values = self.read(real if names is None else real.intersection(names))
         with OFF(), torch.inference_mode(False), torch.no_grad():
-            for name, wire in zip(order, wires, strict=True):
-                tensor, value = self._tensor(name), from_wire(wire, writable=False)
+            for name, value in values.items():
+                tensor = self._tensor(name)
                 self._check_lent(name)
                 T.copy_(tensor, value) if tensor.shape == value.shape else T.data.__set__(tensor, value.clone())
                 self._stale.discard(name)
                 if name in self._lent:
                     self._lent[name] = T.detach(tensor).clone()
+
+    def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """The workers' values of the named tensors (None: all); the driver's stay as they are.
+
+        One message per worker, and waits.
+        """
+        wanted = None if names is None else set(names)
+        order = tuple(n for n in (*self.parameters, *self.buffers) if wanted is None or n in wanted)
+        if not order:
+            return {}
+        if any(n in self.buffers for n in order):
+            self.stream.level(self.model)
+        pending = self.stream.record(program.ReadTensors, model=self.model, names=order)
+        wires = pending.wait("parameters and buffers")[0]
+        return {name: from_wire(wire, writable=False) for name, wire in zip(order, wires, strict=True)}
 
     # ---- writing
 
@@ -164,8 +185,8 @@ class Parameters:
                 if name in self._stale:
                     del self._lent[name]
                     raise UnsupportedError(
-                        f"'{name}' was written to through a numpy array or storage taken before the last optimizer step; "
-                        "read the parameter again and write into what it gives"
+                        f"'{name}' was written to through a numpy array or storage taken before the last optimizer "
+                        "step; read the parameter again and write into what it gives"
                     )
                 self._dirty.add(name)
                 self._lent[name] = tensor.clone()

@@ -2,19 +2,19 @@
 
 Runs on the driver. Nothing crosses until somebody looks: any Python-level look at the values fetches them once, with
 the graph attached, so that a loss computed on the driver trains the workers' model. These stay remote and move no
-data: `detach()`; 0-dim floats times or divided by numbers, added, or under `mean()` and `sum()`; a leaf fed to another
-call.
+data: `detach()`; 0-dim floats times or divided by numbers, added, in place or not, or under `mean()` and `sum()`; a leaf
+fed to another call.
 
-To C++ the object is an empty tensor that requires grad, so a gradient that would go past us fails loudly.
+To C++ the object is an empty tensor that requires grad, so a gradient that would go past us fails loudly; code that
+takes tensors below Python (a torch.autograd.Function, a scripted function, vmap) is given `.fetch()`.
 
 Invariant: whatever an operation does, its result and its gradient equal those on the plain value, or it raises.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .errors import UnsupportedError
+from .graph import Substitute, reaches_another, wide
+from .looks import EXPOSING, LOOKS
 from .program import LeafKind
+from .scalar import Box, Term, constant
 from .source import Source
 
-MAX_DEPTH = 64  # of an expression of remote scalars, before it is computed
 NUMBERS = (int, float, bool)
 
 
@@ -36,15 +38,16 @@ class RemoteTensor(torch.Tensor):
     call's reply) and waits for the call; `.shape` waits for metadata only, `.dtype` for nothing.
     """
 
-    _call: Source | None
+    _call: Source | None  # None for expressions, and for numbers that were detached
     _leaf: int
     _token: Tensor | None
-    _original: RemoteTensor | None
-    _function: Callable[..., Any] | None
-    _arguments: tuple[Any, ...]
-    _handle: Tensor | None
+    _original: RemoteTensor | None  # rows: what this was detached from
+    _box: Box | None  # a 0-dim float's memory
+    _handle: Tensor | None  # a 0-dim float's stand-in, whose gradient is this one's
     _value: Tensor | None
-    _depth: int
+    _watched: bool  # somebody wants to see the gradient here
+    _fed: bool  # another call took the rows, and returns its gradient to the workers
+    _exposed: bool  # the values may have been changed without a trace
 
     @staticmethod
     def __new__(cls, dtype: torch.dtype, device: torch.device, guard: bool) -> RemoteTensor:
@@ -54,9 +57,9 @@ class RemoteTensor(torch.Tensor):
         return made
 
     def __init__(self, dtype: torch.dtype, device: torch.device, guard: bool) -> None:
-        self._call, self._leaf, self._token = None, 0, None
-        self._original, self._function, self._arguments = None, None, ()
-        self._handle, self._value, self._depth = None, None, 0
+        self._call, self._leaf, self._token, self._original = None, 0, None, None
+        self._box, self._handle, self._value = None, None, None
+        self._watched = self._fed = self._exposed = False
 
     @classmethod
     def of(cls, call: Source, leaf: int, token: Tensor | None, device: torch.device) -> RemoteTensor:
@@ -64,6 +67,14 @@ class RemoteTensor(torch.Tensor):
         kind = call.kind(leaf)
         made = cls(getattr(torch, kind.dtype), device, token is not None and kind.requires_grad)
         made._call, made._leaf, made._token = call, leaf, token
+        if kind.ndim == 0 and has_mean(kind):
+            made._box = Box(Term.read(call.numbers(), leaf))
+        return made
+
+    @classmethod
+    def _of_number(cls, box: Box, handle: Tensor, device: torch.device) -> RemoteTensor:
+        made = cls(handle.dtype, device, handle.requires_grad)
+        made._box, made._handle = box, handle
         return made
 
     # ---- looking
@@ -72,77 +83,83 @@ class RemoteTensor(torch.Tensor):
         """The values as a plain tensor `[rows, ...]` on the output device, with the graph attached; once, then kept."""
         if self._value is None:
             with wide():
-                if self._original is not None:
+                if self._box is not None:
+                    real, handle = self._box.look(), self.handle()
+                    self._value = Substitute.apply(handle, real) if handle.requires_grad else real
+                elif self._original is not None:
                     self._value = self._original.fetch().detach()
-                elif self._call is not None:
-                    self._value = self._call.fetch(self._leaf, self._token)
                 else:
-                    self._value = self._compute()
+                    assert self._call is not None
+                    self._value = self._call.fetch(self._leaf, self._token)
+        assert self._value is not None
         return self._value
-
-    def _compute(self) -> Tensor:
-        """The value of an expression of scalars; its gradient goes through the handle."""
-        assert self._function is not None
-        assert self._handle is not None
-        arguments = [a.fetch().detach() if isinstance(a, RemoteTensor) else a for a in self._arguments]
-        value: Tensor = self._function(*arguments)
-        handle, self._arguments = self._handle, ()
-        return _Substitute.apply(handle, value) if handle.requires_grad else value
 
     @property
     def shards(self) -> list[Tensor]:
         """The values of each replica that had rows, in order, each with the graph attached. One message per worker."""
-        call = self._call
-        if call is None:
-            source = self._original
-            return [s.detach() for s in source.shards] if source is not None else [self.fetch()]
+        if self._call is None:
+            return [s.detach() for s in self._original.shards] if self._original is not None else [self.fetch()]
         with wide():
-            return call.shards(self._leaf, self._token)
+            return self._call.shards(self._leaf, self._token)
 
     def is_known(self) -> bool:
         """Whether reading the value would neither wait nor send."""
+        if self._box is not None:
+            return self._box.real is not None or self._box.term.is_known()
+        return self._value is not None or (self._original is not None and self._original.is_known())
+
+    def true_shape(self) -> torch.Size:
+        """The shape; may wait for metadata."""
         if self._value is not None:
-            return True
-        if self._original is not None:
-            return self._original.is_known()
-        if self._call is not None:
-            return self._call.is_known(self._leaf)
-        return all(a.is_known() for a in self._arguments if isinstance(a, RemoteTensor))
+            return self._value.shape
+        origin = self if self._original is None else self._original
+        return origin._call.shape(origin._leaf) if origin._call is not None else torch.Size(())
+
+    def known_ndim(self) -> int | None:
+        """The number of dimensions where it is known without waiting."""
+        origin = self if self._original is None else self._original
+        if origin._value is not None:
+            return None
+        return origin._call.kind(origin._leaf).ndim if origin._call is not None else 0
+
+    def wants_grad(self) -> bool:
+        """Whether a backward through this reaches parameters or inputs."""
+        if self._value is not None:
+            return self._value.requires_grad
+        return self._handle.requires_grad if self._handle is not None else self._differentiable()
 
     # ---- staying remote
 
     def is_scalar(self) -> bool:
         """Whether this is a 0-dim float, so that linear arithmetic may stay remote."""
-        if self._original is not None:
-            return self._original.is_scalar()
-        if self._call is not None:
-            kind = self._call.kind(self._leaf)
-            return kind.ndim == 0 and has_mean(kind)
-        return True
+        return self._box is not None
 
     def handle(self) -> Tensor:
         """The driver's stand-in for a scalar: a 0-dim tensor whose gradient is this one's."""
         if self._handle is None:
             with wide():
-                if self._original is not None:
-                    self._handle = self._original.handle().detach()
-                else:
-                    assert self._call is not None
-                    token = self._token if self._token is not None else torch.zeros(())
-                    self._handle = self._call.stand_in(self._leaf, token)
+                assert self._call is not None
+                token = self._token if self._token is not None else torch.zeros(())
+                self._handle = self._call.stand_in(self._leaf, token)
         return self._handle
 
     def source(self) -> tuple[Source, int, bool] | None:
-        """(call, leaf, differentiable) if the rows still lie on the workers as they are here, so that another call may
-        take them there.
+        """(call, leaf, differentiable) if the rows still lie on the workers as they are here, and nobody wants to see
+        their gradient, so that another call may take them there.
         """
         origin = self if self._original is None else self._original
         call = origin._call
-        if call is None or call.kind(origin._leaf).ndim <= 0:
+        if call is None or call.kind(origin._leaf).ndim <= 0 or self._watched:
             return None
-        if any(t._value is not None and t._value._version for t in (self, origin)):
-            return None  # fetched and changed on the driver
-        return call, origin._leaf, self._original is None and self._differentiable()
+        if any(t._exposed or (t._value is not None and t._value._version) for t in (self, origin)):
+            return None
+        if self._value is not None and self._value.requires_grad != self._differentiable():
+            return None
+        return call, origin._leaf, self._differentiable()
+
+    def feed(self) -> None:
+        """Note that another call took the rows, and will hand its gradient to the workers."""
+        self._fed = True
 
     def _differentiable(self) -> bool:
         return self._token is not None and self._call is not None and self._call.kind(self._leaf).requires_grad
@@ -171,9 +188,13 @@ class RemoteTensor(torch.Tensor):
                     return found
             if func in _ENGINE:
                 return _engine(func, args, kwargs)
-            if _is_linear(func, args, kwargs):
-                return _expression(func, args)
-        values = _fetched((args, kwargs))
+            if not kwargs:
+                found = _written(func, args) if func in _IN_PLACE else _expression(func, args)
+                if found is not NotImplemented:
+                    return found
+            if func in EXPOSING:
+                _expose(args)
+        values = pytree.tree_map(lambda x: x.fetch() if isinstance(x, RemoteTensor) else x, (args, kwargs))
         return func(*values[0], **values[1])
 
     @classmethod
@@ -190,6 +211,10 @@ class RemoteTensor(torch.Tensor):
         )
         return func(*values[0], **values[1])
 
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """See torch; of the fetched values."""
+        return self.fetch().as_subclass(cls)
+
     def __format__(self, spec: str) -> str:
         return format(self.fetch(), spec)
 
@@ -200,7 +225,7 @@ class RemoteTensor(torch.Tensor):
         return copy.deepcopy(self.fetch(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.fetch().detach().__reduce_ex__(protocol)
+        return self.fetch().__reduce_ex__(protocol)
 
 
 def has_mean(kind: LeafKind) -> bool:
@@ -209,37 +234,7 @@ def has_mean(kind: LeafKind) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-@contextlib.contextmanager
-def wide() -> Iterator[None]:
-    """Grad mode on and inference mode off, whatever the caller's: a value is fetched once, for all later uses."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.enable_grad():
-        yield
-
-
-def no_double_backward() -> None:
-    """Raise inside a backward that builds a graph: second derivatives do not cross to the workers."""
-    if torch.is_grad_enabled():
-        raise UnsupportedError(
-            "create_graph=True goes through a call of the remote model, whose graph lies on the workers: compute the "
-            "penalty inside the module and return it, or use model.run"
-        )
-
-
-class _Substitute(torch.autograd.Function):
-    """A value computed on the driver in place of its stand-in; the gradient goes on to the stand-in."""
-
-    @staticmethod
-    def forward(ctx: Any, handle: Tensor, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return grad, None
-
-
-def _fetched(tree: Any) -> Any:
-    return pytree.tree_map(lambda x: x.fetch() if isinstance(x, RemoteTensor) else x, tree)
-
+# ---- expressions of scalars
 
 T = torch.Tensor
 _ADD = (T.add, T.__add__, T.__radd__, T.sub, T.__sub__, T.__rsub__, torch.add, torch.sub)
@@ -247,174 +242,213 @@ _MULTIPLY = (T.mul, T.__mul__, T.__rmul__, torch.mul)
 _DIVIDE = (T.div, T.__truediv__, T.true_divide, torch.div, torch.true_divide)
 _ONE = (T.neg, T.__neg__, torch.neg, T.mean, T.sum, torch.mean, torch.sum, T.clone, torch.clone)
 _LINEAR = frozenset((*_ADD, *_MULTIPLY, *_DIVIDE, *_ONE))
-
-
-def _is_linear(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """May the result stay remote? Only if it is linear in unfetched scalars and all else are plain numbers."""
-    if kwargs or func not in _LINEAR:
-        return False
-
-    def lazy(x: Any) -> bool:
-        return isinstance(x, RemoteTensor) and x._value is None and x.is_scalar()
-
-    if not all(lazy(x) or isinstance(x, NUMBERS) for x in args):
-        return False
-    num_remote = sum(isinstance(x, RemoteTensor) for x in args)
-    if func in _ADD:
-        return len(args) == 2
-    if func in _MULTIPLY:
-        return len(args) == 2 and num_remote == 1
-    if func in _DIVIDE:
-        return len(args) == 2 and lazy(args[0]) and num_remote == 1
-    return len(args) == 1
+_IN_PLACE: dict[Any, Callable[..., Any]] = {
+    T.__iadd__: T.add,
+    T.add_: T.add,
+    T.__isub__: T.sub,
+    T.sub_: T.sub,
+    T.__imul__: T.mul,
+    T.mul_: T.mul,
+    T.__itruediv__: T.div,
+    T.div_: T.div,
+}
 
 
 def _expression(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    handle = func(*[a.handle() if isinstance(a, RemoteTensor) else a for a in args])
-    remote = [a for a in args if isinstance(a, RemoteTensor)]
-    made = RemoteTensor(handle.dtype, remote[0].device, handle.requires_grad)
-    made._function, made._arguments, made._handle = func, args, handle
-    made._depth = 1 + max(a._depth for a in remote)
-    if made._depth > MAX_DEPTH or all(a.is_known() for a in remote):
-        made.fetch()
-        made._depth = 0
-    return made
+    """The result as another remote scalar where it is linear in them and all else are plain numbers."""
+    parts = _linear(func, args)
+    if parts is None:
+        return NotImplemented
+    term, handle = parts
+    term.settle()
+    return RemoteTensor._of_number(Box(term), handle, next(a for a in args if isinstance(a, RemoteTensor)).device)
+
+
+def _written(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """An in-place operation on an unfetched scalar, whose memory gets another term."""
+    self = args[0]
+    lazy = isinstance(self, RemoteTensor) and self._box is not None and self._box.real is None
+    parts = _linear(_IN_PLACE[func], args) if lazy and not self._watched else None
+    if parts is None or parts[1].dtype != self.dtype:
+        return NotImplemented
+    term, handle = parts
+    term.settle()
+    if torch.is_grad_enabled():
+        self._handle = handle
+        if handle.requires_grad and not T.requires_grad.__get__(self):  # type: ignore[attr-defined]
+            T.requires_grad_(self)
+    else:
+        self.handle()
+    self._box.term = term
+    return self
+
+
+def _linear(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Term, Tensor] | None:
+    """The value and the stand-in of a linear function of remote scalars, None where it is not one."""
+    if func not in _LINEAR or not all(isinstance(x, NUMBERS) or _is_number(x) for x in args):
+        return None
+    if not any(isinstance(x, RemoteTensor) for x in args):
+        return None
+    varying = sum(isinstance(x, Tensor) and _has_graph(x) for x in args)
+    several = func in _MULTIPLY and varying > 1
+    divided = func in _DIVIDE and len(args) == 2 and isinstance(args[1], Tensor) and _has_graph(args[1])
+    if len(args) != (1 if func in _ONE else 2) or several or divided:
+        return None
+    scaling = func in _MULTIPLY or func in _DIVIDE
+    if scaling and any(_unknown(x) and not _has_graph(x) and varying for x in args):
+        return None  # the factor has to be known
+    terms, handles = [], []
+    for x in args:
+        if not isinstance(x, Tensor):
+            terms.append(x)
+            handles.append(x)
+        elif isinstance(x, RemoteTensor) and x._box is not None:
+            terms.append(x._box.snapshot())
+            constant_factor = scaling and not _has_graph(x) and x._box.real is not None
+            handles.append(x._box.real.clone() if constant_factor and x._box.real is not None else _through(x))
+        else:
+            terms.append(constant(x))
+            handles.append(x if x.requires_grad else x.clone())
+    with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()):
+        return Term(func, *terms), func(*handles)
+
+
+def _is_number(x: Any) -> bool:
+    if isinstance(x, RemoteTensor):
+        return x._box is not None
+    return type(x) is Tensor and x.ndim == 0 and x.device.type == "cpu" and not x.is_inference() and has_float(x)
+
+
+def has_float(x: Tensor) -> bool:
+    """Whether a tensor's values are floats or complex numbers."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def _unknown(x: Any) -> bool:
+    return isinstance(x, RemoteTensor) and x._box is not None and x._box.real is None
+
+
+def _has_graph(x: Tensor) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return x.wants_grad() if isinstance(x, RemoteTensor) else x.requires_grad
+
+
+def _through(x: RemoteTensor) -> Tensor:
+    """Where a gradient with respect to a scalar goes: its stand-in, or its value if that was changed in place."""
+    return x._value if x._value is not None and x._value._version else x.handle()
+
+
+# ---- backward, hooks, detach
 
 
 def _backward(self: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return T.backward(_root(self), *_fetched(args[1:]), **_fetched(_checked(kwargs)))
+    given = kwargs.get("inputs", args[4] if len(args) > 4 else None)
+    root = _root(self)
+    if given is not None:
+        _check_inputs((root,), given)
+        kwargs = {**kwargs, "inputs": _points(given)}
+    gradient = kwargs.get("gradient")
+    if isinstance(gradient, RemoteTensor):
+        kwargs = {**kwargs, "gradient": gradient.fetch()}
+    return T.backward(root, *[a.fetch() if isinstance(a, RemoteTensor) else a for a in args[1:]], **kwargs)
 
 
 def _root(x: Any) -> Any:
-    """What a backward starts from: the stand-in of a scalar, else the value."""
+    """What a gradient comes from or goes to: the stand-in of a scalar, else the value."""
     if not isinstance(x, RemoteTensor):
         return x
-    return x.handle() if x._value is None and x.is_scalar() else x.fetch()
+    return _through(x) if x._box is not None else x.fetch()
 
 
-def _checked(kwargs: dict[str, Any]) -> dict[str, Any]:
-    if kwargs.get("inputs") is not None:
-        _refuse_parameters(kwargs["inputs"])
-    return kwargs
+def _points(tree: Any) -> Any:
+    return pytree.tree_map(_root, tree)
 
 
-def _refuse_parameters(inputs: Any) -> None:
+def _check_inputs(roots: Sequence[Any], inputs: Any) -> None:
     for x in pytree.tree_leaves(inputs):
         if getattr(x, "is_remote_parameter", False):
             raise UnsupportedError(
                 "gradients with respect to parameters of the remote model arrive in their .grad by loss.backward(); for "
                 "torch.autograd.grad compute them on the workers with model.run"
             )
+        if isinstance(x, RemoteTensor) and x._call is not None and x._differentiable():
+            if x._fed or reaches_another(roots, x._call, x._leaf):
+                raise UnsupportedError(_PARTIAL)
+
+
+_PARTIAL = (
+    "the gradient of this output is known to the workers only, in part: another call took it, or other outputs of the same "
+    "call take part in the backward. Give .fetch() of it to the call, set the hook before the call, or look at the "
+    "gradient inside the module"
+)
 
 
 def _engine(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch.autograd.backward and grad: their roots may stay remote."""
-    _refuse_parameters((args[1:], {k: v for k, v in kwargs.items() if k == "inputs"}))
     name = "tensors" if func is torch.autograd.backward else "outputs"
-    roots = args[0] if args else kwargs.pop(name)
-    several = isinstance(roots, Sequence) and not isinstance(roots, Tensor)
-    roots = tuple(map(_root, roots)) if several else _root(roots)
-    return func(roots, *_fetched(args[1:]), **_fetched(kwargs))
+    kwargs = dict(kwargs)
+    given = args[0] if args else kwargs.pop(name)
+    single = not isinstance(given, Sequence) or isinstance(given, Tensor)
+    roots = (_root(given),) if single else tuple(map(_root, given))
+    inputs = args[1] if func is torch.autograd.grad and len(args) > 1 else kwargs.get("inputs")
+    _check_inputs(roots, inputs)
+    return func(roots, *_points(args[1:]), **_points(kwargs))
 
 
 def _detach(self: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if self._value is not None:
+    if self._box is not None:
+        with torch.inference_mode(False):
+            return RemoteTensor._of_number(self._box, torch.zeros((), dtype=self.dtype), self.device)
+    if self.source() is None:
         return NotImplemented
     made = RemoteTensor(self.dtype, self.device, False)
     made._original = self if self._original is None else self._original
-    made._depth = self._depth
     return made
 
 
-def _register_hook(self: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if self._value is None and self.is_scalar():
-        return T.register_hook(self.handle(), *args[1:], **kwargs)
-    return NotImplemented
+def _watch(act: Callable[..., Any]) -> Callable[..., Any]:
+    """register_hook and retain_grad: the gradient has to come by here."""
+
+    def watch(self: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._fed:
+            raise UnsupportedError(_PARTIAL)
+        target = _root(self)
+        found = act(target, *args[1:], **kwargs)
+        self._watched = True
+        if self._call is not None and self._differentiable():
+            self._call.watch(self._leaf)
+        return found
+
+    return watch
 
 
-def _leaf_shape(self: RemoteTensor) -> torch.Size | None:
-    """The true shape without the values, None where only they tell."""
-    if self._value is not None:
-        return self._value.shape
-    origin = self if self._original is None else self._original
-    return origin._call.shape(origin._leaf) if origin._call is not None else torch.Size(())
+def _grad(self: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if self._watched:
+        return _root(self).grad
+    return NotImplemented if self._value is not None else None
 
 
-def _shape(self: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _leaf_shape(self)
+def _retains(self: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _root(self).retains_grad if self._watched else NotImplemented
 
 
-def _size(self: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    shape = _leaf_shape(self)
-    assert shape is not None
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return shape if dim is None else shape[dim]
+def _expose(args: tuple[Any, ...]) -> None:
+    for x in args[:1]:
+        if isinstance(x, RemoteTensor):
+            x._exposed = True
+            if x._original is not None:
+                x._original._exposed = True
 
 
-def _ndim(self: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    origin = self if self._original is None else self._original
-    if origin._value is None and origin._call is not None:
-        return origin._call.kind(origin._leaf).ndim
-    shape = _leaf_shape(self)
-    assert shape is not None
-    return len(shape)
-
-
-def _numel(self: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    shape = _leaf_shape(self)
-    assert shape is not None
-    return shape.numel()
-
-
-def _length(self: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    shape = _leaf_shape(self)
-    return shape[0] if shape else NotImplemented
-
-
-def _requires_grad(self: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if self._value is not None:
-        return self._value.requires_grad
-    if self._original is not None:
-        return False
-    return self._handle.requires_grad if self._call is None and self._handle is not None else self._differentiable()
-
-
-def _number(get: Callable[..., Any]) -> Callable[..., Any]:
-    """A look at the number alone; torch would warn of a graph that such a look loses."""
-    return lambda self, args, kwargs: get(self.fetch().detach(), *args[1:], **kwargs)
-
-
-def _plain(get: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, args, kwargs: get(*args, **kwargs)
-
-
-_SPECIAL: dict[Any, Callable[[RemoteTensor, tuple[Any, ...], dict[str, Any]], Any]] = {
+_SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    **LOOKS,
     T.backward: _backward,
     T.detach: _detach,
     torch.detach: _detach,
-    T.register_hook: _register_hook,
-    T.shape.__get__: _shape,  # type: ignore[attr-defined]
-    T.size: _size,
-    T.ndim.__get__: _ndim,  # type: ignore[attr-defined]
-    T.dim: _ndim,
-    T.ndimension: _ndim,
-    T.numel: _numel,
-    T.nelement: _numel,
-    torch.numel: _numel,
-    T.__len__: _length,
-    T.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
-    T.item: _number(T.item),
-    T.__float__: _number(T.__float__),
-    T.__int__: _number(T.__int__),
-    T.__bool__: _number(T.__bool__),
-    T.__complex__: _number(T.__complex__),
-    T.dtype.__get__: _plain(T.dtype.__get__),  # type: ignore[attr-defined]
-    T.device.__get__: _plain(T.device.__get__),  # type: ignore[attr-defined]
-    T.__hash__: _plain(T.__hash__),
-    T.is_floating_point: _plain(T.is_floating_point),
-    torch.is_floating_point: _plain(torch.is_floating_point),
-    T.is_complex: _plain(T.is_complex),
-    torch.is_complex: _plain(torch.is_complex),
-    T.element_size: _plain(T.element_size),
+    T.register_hook: _watch(T.register_hook),
+    T.retain_grad: _watch(T.retain_grad),
+    T.grad.__get__: _grad,  # type: ignore[attr-defined]
+    T.retains_grad.__get__: _retains,  # type: ignore[attr-defined]
 }
 _ENGINE = frozenset((torch.autograd.backward, torch.autograd.grad))

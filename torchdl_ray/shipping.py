@@ -40,7 +40,7 @@ class Shipment:
         return len(self.body) + sum(s.nbytes for s in self.storages)
 
 
-class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.CloudPickler):
     def __init__(self, file: io.BytesIO, known: Callable[[Tensor], str | None], reduction: Reduction | None) -> None:
         super().__init__(file)
         self.known, self.reduction = known, reduction

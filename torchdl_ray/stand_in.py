@@ -65,7 +65,7 @@ class StandIn:
         }
 
     def changes(self, optimizer: Optimizer) -> tuple[dict[str, Any], list[tuple[dict[str, Any], str, Any]], list[str]]:
-        """Set counters on `optimizer` as they are here.
+        """Set counters, and objects that cannot come from a worker, on `optimizer` as they are here.
 
         Returns: those of its attributes, those of its groups, and the names of all else that changed, whose values only
             the workers know.
@@ -75,14 +75,14 @@ class StandIn:
         others: list[str] = []
         for name, value in self.optimizer.__dict__.items():
             if name not in APART and value is not self._before.get(name):
-                if _is_counter(value):
+                if _is_counter(value) or not is_plain(value):
                     optimizer.__dict__[name] = attributes[name] = value
                 else:
                     others.append(name)
         for group, mine in zip(optimizer.param_groups, self.optimizer.param_groups, strict=False):
             for key, value in mine.items():
                 if key != "params" and value is not group.get(key):
-                    if _is_counter(value):
+                    if _is_counter(value) or not is_plain(value):
                         group[key] = value
                         groups.append((group, key, value))
                     else:

@@ -20,16 +20,16 @@ class Replica:
     Args:
         member: the worker's place.
         device: its device's name.
-        run: calls a function there.
+        run: `run(fn, args, kwargs, ranks)` calls a function on some ranks and returns the results of all.
     """
 
-    def __init__(self, member: Member, device: str, run: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+    def __init__(self, member: Member, device: str, run: Callable[..., list[Any]]) -> None:
         self.rank, self.node, self.pid, self.device = member.rank, member.node_ip, member.pid, device
         self._run = run
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `fn(module, *args, **kwargs)` on this replica; returns its result, tensors on the CPU. Waits."""
-        return self._run(fn, args, kwargs)
+        return self._run(fn, args, kwargs, (self.rank,))[self.rank]
 
     def __repr__(self) -> str:
         return f"Replica(rank={self.rank}, node={self.node!r}, pid={self.pid}, device={self.device!r})"
