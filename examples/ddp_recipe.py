@@ -1,4 +1,4 @@
-"""PyTorch's recipe for DistributedDataParallel, unchanged, on Ray: handwritten digits on two workers.
+"""PyTorch's recipe for DistributedDataParallel, unchanged, on Ray, and the same training with the loop on the driver.
 
 `train_with_ddp` is the function one would give to torch.multiprocessing.spawn or torchrun; `torchdl_ray.spawn` runs it
 on Ray actors. Global batch k consists of rows k*64 to k*64+63; DistributedSampler gives rank r every second of them.
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from torchdl_ray.launch import spawn
+from torchdl_ray import DataParallel, spawn
 
 NUM_WORKERS, BATCH, EPOCHS, LR, MOMENTUM = 2, 64, 5, 0.1, 0.9
 
@@ -54,6 +54,20 @@ def train_with_ddp(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     return model.module.state_dict()
 
 
+def train_on_the_driver() -> dict[str, torch.Tensor]:
+    """The same training with one loop: no ranks, no sampler, the whole batch."""
+    with DataParallel(make_model(), num_workers=NUM_WORKERS) as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+        for epoch in range(EPOCHS):
+            for images, labels in DataLoader(digits(), batch_size=BATCH, shuffle=False):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(images), labels)
+                loss.backward()
+                optimizer.step()
+            print(f"epoch {epoch}: loss {loss.item():.4f} on the whole batch", flush=True)
+        return model.state_dict()
+
+
 def accuracy(weights: dict[str, torch.Tensor]) -> float:
     """The share of the digits that these weights read rightly."""
     model = make_model()
@@ -67,6 +81,11 @@ def main() -> None:
     for name, tensor in by_rank[0].items():
         assert all(torch.equal(tensor, other[name]) for other in by_rank[1:]), f"{name} differs between ranks"
     print(f"DDP: accuracy {accuracy(by_rank[0]):.4f} on the training rows, all ranks hold the same weights")
+    ours = train_on_the_driver()
+    print(f"DataParallel: accuracy {accuracy(ours):.4f}")
+    worst = max((tensor - ours[name]).abs().max().item() for name, tensor in by_rank[0].items())
+    assert worst < 1e-10, f"the weights differ by {worst}"
+    print(f"both reached the same weights: the largest difference is {worst:.1e}")
 
 
 if __name__ == "__main__":

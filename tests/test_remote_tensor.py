@@ -27,7 +27,8 @@ from torch.utils.data import default_collate
 
 from torchdl_ray import DataParallel
 from torchdl_ray.errors import GatherError, UnsupportedError
-from torchdl_ray.remote_tensor import MAX_DEPTH, RemoteTensor
+from torchdl_ray.remote_tensor import RemoteTensor
+from torchdl_ray.scalar import MAX_DEPTH
 
 ROWS = 7
 
@@ -178,13 +179,13 @@ def models(request):
     made.model.close()
 
 
-def run(models: Models, case: Callable[[Side], Any]) -> None:
+def run(models: Models, case: Callable[[Side], Any], exact: bool | None = None) -> None:
     plain, remote = models.sides()
     torch.manual_seed(1)
     expected = plainly(case(plain))
     torch.manual_seed(1)
     found = plainly(case(remote))
-    exact = models.workers == 0
+    exact = models.workers == 0 if exact is None else exact
     assert_same(found, expected, exact)
     assert_same(remote.gradients(), plain.gradients(), exact, "gradients")
 
@@ -201,6 +202,10 @@ def train(value: Any) -> Any:
     if isinstance(total, torch.Tensor):
         total.backward()
     return value
+
+
+def trained(value: Any) -> None:
+    train(value)
 
 
 # ---- one look at an output [7, 3]; whatever it gives is trained on
@@ -322,12 +327,12 @@ LOOKS: dict[str, Callable[[Any, Side], Any]] = {
     "roll flip": lambda o, s: o.roll(1, 0).flip(1),
     "tril": lambda o, s: torch.tril(o),
     "diagonal": lambda o, s: o.diagonal(),
-    "scatter": lambda o, s: torch.zeros(7, 3, dtype=torch.float64).scatter(1, s.y[:, None], o),
+    "scatter": lambda o, s: torch.zeros(7, 3, dtype=torch.float64).scatter(1, s.y[:, None].expand(7, 3), o),
     "index_put": lambda o, s: torch.zeros(9, 3, dtype=torch.float64).index_put((torch.arange(7),), o),
     "F.one_hot": lambda o, s: F.one_hot(o.argmax(1), 3),
     "F.embedding": lambda o, s: F.embedding(o.argmax(1), s.v),
     "torch.bincount": lambda o, s: torch.bincount(o.argmax(1), minlength=3),
-    "torch.vmap": lambda o, s: torch.vmap(lambda row: row * 2)(o),
+    "torch.vmap": lambda o, s: torch.vmap(lambda row: row * 2)(o.detach()),
     # in place, and out=
     "o += 1": lambda o, s: o.__iadd__(1),
     "o *= t": lambda o, s: o.__imul__(s.w),
@@ -407,9 +412,9 @@ LOOKS: dict[str, Callable[[Any, Side], Any]] = {
     "data": lambda o, s: o.data,
     "data changed": lambda o, s: [o.data.mul_(0.5), o],
     "detach_": lambda o, s: [o.detach_(), o.requires_grad],
-    "detach requires_grad_": lambda o, s: (lambda d: [train(d * s.w), d.grad])(o.detach().requires_grad_()),
+    "detach requires_grad_": lambda o, s: (lambda d: [trained(d * s.w), d.grad])(o.detach().requires_grad_()),
     "fetched twice": lambda o, s: [o + 0, o * 2],
-    "nn.Parameter": lambda o, s: (lambda p: [train(p * 2), p.grad, p.is_leaf])(nn.Parameter(o.detach())),
+    "nn.Parameter": lambda o, s: (lambda p: [trained(p * 2), p.grad, p.is_leaf])(nn.Parameter(o.detach() + 0)),
     # layers and losses on the driver
     "head": lambda o, s: s.head(o),
     "layer norm": lambda o, s: F.layer_norm(o, (3,)),
@@ -431,7 +436,7 @@ LOOKS: dict[str, Callable[[Any, Side], Any]] = {
     "kl_divergence": lambda o, s: torch.distributions.kl_divergence(
         torch.distributions.Categorical(logits=o), torch.distributions.Categorical(probs=s.t)
     ),
-    "jit script": lambda o, s: SCRIPTED(o, s.w),
+    "jit script": lambda o, s: SCRIPTED(o.detach(), s.w),
     "checkpoint": lambda o, s: checkpoint(s.head, o, use_reentrant=False),
     "saved_tensors_hooks": lambda o, s: with_hooks(o, s),
     "autocast look": lambda o, s: autocast_look(o, s),
@@ -445,10 +450,10 @@ LOOKS: dict[str, Callable[[Any, Side], Any]] = {
     "autograd.grad o": lambda o, s: torch.autograd.grad((o * s.w).sum(), o),
     "autograd.grad list": lambda o, s: torch.autograd.grad([(o * s.v).sum(), o.mean()], [s.x, s.v]),
     "autograd.grad kwargs": lambda o, s: torch.autograd.grad(outputs=o.sum(), inputs=s.x),
-    "retain_grad": lambda o, s: [o.retain_grad(), train(o * s.w), o.grad],
+    "retain_grad": lambda o, s: [o.retain_grad(), trained(o * s.w), o.grad],
     "retains_grad": lambda o, s: [o.retains_grad, o.retain_grad(), o.retains_grad],
-    "register_hook": lambda o, s: hooked(o, lambda: train(o * s.w)),
-    "hook changes gradient": lambda o, s: [o.register_hook(lambda g: g * 3) is N, train(o)],
+    "register_hook": lambda o, s: hooked(o, lambda: trained(o * s.w)),
+    "hook changes gradient": lambda o, s: [o.register_hook(lambda g: g * 3) is N, trained(o)],
     "hook on detach": lambda o, s: raises(RuntimeError, lambda: o.detach().register_hook(print)),
 }
 
@@ -555,7 +560,7 @@ SCALARS: dict[str, Callable[[Any, Side], Any]] = {
     "len raises": lambda a, s: raises(TypeError, lambda: len(a)),
     "iteration raises": lambda a, s: raises(TypeError, lambda: list(a)),
     "requires_grad": lambda a, s: [a.requires_grad, a.is_leaf, a.detach().requires_grad, (a / 2).requires_grad],
-    "grad_fn": lambda a, s: [a.grad_fn is N, a.detach().grad_fn is N, a.grad is N],
+    "grad_fn": lambda a, s: [a.grad_fn is N, a.detach().grad_fn is N],
     "retain_grad": lambda a, s: [a.retain_grad(), (a * 3).backward(), a.grad],
     "retain_grad of expression": lambda a, s: (lambda b: [b.retain_grad(), (b * 2).backward(), b.grad])(a * 3),
     "retain_grad after use": lambda a, s: (lambda b: [a.retain_grad(), b.backward(), a.grad])(a * 3),
@@ -587,7 +592,7 @@ SCALARS: dict[str, Callable[[Any, Side], Any]] = {
     "kwargs": lambda a, s: torch.mul(input=a, other=2),
     "torch.dot": lambda a, s: torch.dot(a.view(1), a.view(1)),
     "running mean": lambda a, s: 0.9 * torch.tensor(1.0, dtype=torch.float64) + 0.1 * a.detach(),
-    "complex()": lambda a, s: complex(a),
+    "complex()": lambda a, s: [complex(a).real, complex(a).imag],
     "nan_to_num": lambda a, s: torch.nan_to_num(a),
     "ema in place": lambda a, s: torch.ones((), dtype=torch.float64).mul_(0.9).add_(a.detach(), alpha=0.1),
     "lerp_": lambda a, s: torch.ones((), dtype=torch.float64).lerp_(a.detach(), 0.1),
@@ -1166,9 +1171,13 @@ SCRIPTS = [
 ]
 
 
+# Several calls in one backward, onto gradients that exist: the additions have another order, so the last bits differ.
+SEVERAL_CALLS_ADD_UP = [gan, gan_in_module]
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda f: f.__name__)
 def test_script(models, script):
-    run(models, script)
+    run(models, script, False if script in SEVERAL_CALLS_ADD_UP else None)
 
 
 # ---- loud: what cannot be right raises, and leaves the model usable
@@ -1202,14 +1211,6 @@ def create_graph_of_output(s):
 
 def backward_create_graph(s):
     s.loss().backward(create_graph=True)
-
-
-def own_function(s):
-    Reverse.apply(s.out()).sum().backward()
-
-
-def reentrant_checkpoint(s):
-    checkpoint(s.head, s.out(), use_reentrant=True).sum().backward()
 
 
 def hook_after_feeding(s):
@@ -1259,8 +1260,6 @@ LOUD = [
     create_graph,
     create_graph_of_output,
     backward_create_graph,
-    own_function,
-    reentrant_checkpoint,
     hook_after_feeding,
     retain_grad_after_feeding,
     grad_of_fed,
@@ -1276,6 +1275,26 @@ def test_loud(models, script):
     with pytest.raises(UnsupportedError):
         script(models.sides()[1])
     run(models, mixture)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        Reverse.apply,
+        lambda o: checkpoint(torch.tanh, o, use_reentrant=True),
+        torch.vmap(lambda row: row * 2),
+        lambda o: SCRIPTED(o, torch.ones(())),
+    ],
+)
+def test_code_below_python(models, use):
+    """What torch calls without asking Python sees the values; a gradient raises, and is right through fetch()."""
+    with pytest.raises(RuntimeError, match="invalid gradient"):
+        use(models.sides()[1].out()).sum().backward()
+    run(models, lambda s: train(use(s.out().fetch() if s.remote else s.out()).detach()))
+    plain, remote = models.sides()
+    Reverse.apply(plain.out()).sum().backward()
+    Reverse.apply(remote.out().fetch()).sum().backward()
+    assert_same(remote.gradients(), plain.gradients(), models.workers == 0)
 
 
 # ---- what stays remote, and what is let go
@@ -1384,9 +1403,11 @@ def test_running_sum_over_many_steps(models, remote):
         loss = remote.call("loss", remote.z + k / 100, remote.y)
         loss.backward()
         optimizer.step()
+        fresh = not loss.is_known()
+        sent = remote.model._stream.num_messages
         total += loss.detach()
-        waits += isinstance(total, RemoteTensor) and total._value is not None and not loss.is_known()
-        assert not isinstance(total, RemoteTensor) or total._depth <= MAX_DEPTH
+        waits += fresh and sent != remote.model._stream.num_messages
+        assert total._box.term.depth <= MAX_DEPTH
         expected.append(loss)
     assert float(total) == pytest.approx(sum(x.item() for x in expected), rel=1e-12)
     assert waits == 0
@@ -1410,6 +1431,7 @@ def test_running_sum_that_was_looked_at(models, remote):
 def test_dropped_outputs_free_the_workers(models):
     gc.collect()
     s = models.sides()[1]
+    s.call("features", s.z)  # the model itself keeps the last call's loss, for model.backward()
     before = models.live_calls()
     gc.disable()
     try:
@@ -1432,18 +1454,18 @@ def test_kept_detached_loss_frees_the_graph(models):
     """A list of losses keeps numbers, not graphs, once they are known."""
     gc.collect()
     s = models.sides()[1]
+    s.call("features", s.z)  # the model itself keeps the last call's loss, for model.backward()
     before = models.live_calls()
     kept = []
     for _ in range(5):
         loss = s.call("loss", s.z, s.y)
         loss.backward()
-        kept.append(loss.detach())
+        kept.append(loss.detach() if len(kept) < 3 else 2 * loss.detach() - loss.detach())
         del loss
+    s.call("features", s.z)
     values = [float(k) for k in kept]
     assert len(set(values)) == 1
-    assert models.live_calls() <= before + 5
-    graphs = [c for c in s.model._stream.group.workers[0].state.calls.live.values() if not c.released]
-    assert len(graphs) <= before
+    assert models.live_calls() == before
 
 
 def test_a_count_needs_a_reduction(models, remote):
@@ -1473,4 +1495,5 @@ def test_repr_of_types(remote):
     out = remote.out()
     assert isinstance(out, RemoteTensor)
     assert type(out + 0) is torch.Tensor
+    assert isinstance(out.detach(), RemoteTensor)
     assert type(out.detach().fetch()) is torch.Tensor

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from . import tree
 from .calls import describe
 from .errors import ArgumentError, GatherError
+from .graph import wide
 from .layout import Layout, ShardPlan
 from .program import Autocast, CallResult, Cut, Forward, RandomKey, Remote, Same, ShardData, Structure
 from .reading import Reading, read, told
 from .remote_call import Input, Owner, RemoteCall, RemoteLink
-from .remote_tensor import RemoteTensor, wide
+from .remote_tensor import RemoteTensor
 from .stream import Stream
 
 TRUSTED_AFTER = 3
@@ -226,6 +227,7 @@ class Caller:
                 call, number, differentiable = leaf.source()
                 marks.append(Remote(call.id, number))
                 if grad and differentiable:
+                    leaf.feed()
                     inputs.append((i, Input("remote", call, number), (call, leaf._token)))
             elif kind == "same_tensor":
                 marks.append(Same(len(common)))

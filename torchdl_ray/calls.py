@@ -82,7 +82,8 @@ class Call:
         if self.structure is None:
             return CallResult(ran=False)
         known = self.command.expected is not None
-        scalars, shapes, objects = [], [], {}
+        scalars, objects = [], {}
+        shapes: list[tuple[int, ...] | None] = []
         for k, kind in enumerate(self.structure.leaves):
             if not kind.tensor:
                 shapes.append(None)
@@ -192,6 +193,7 @@ class Calls:
                 output = run(*piece_args, **piece_kwargs)
             self._record(call, output, rows, weight, inputs)
             start += rows
+            del output, mine, inputs, piece_args, piece_kwargs  # so that one piece's graph is alive at a time
             if each is not None:
                 each(call, call.pieces[-1], number == len(data.pieces) - 1)
         return call
@@ -259,6 +261,8 @@ class Calls:
         """Backward through one piece; returns the gradients of its differentiable inputs."""
         outputs, grads = [], []
         for seed in command.seeds:
+            if seed.leaf >= len(piece.outputs):
+                continue  # an entry of a longer list, on another rank
             output = piece.outputs[seed.leaf]
             grad = self._seed(seed, output, call, piece, arrived, start)
             if grad is not None and output.requires_grad:
@@ -336,4 +340,6 @@ def _modes(command: Forward, device: torch.device) -> Any:
             stack.enter_context(
                 torch.autocast(device.type, dtype=dtype, enabled=cast.enabled, cache_enabled=cast.cache)
             )
+        elif torch.is_autocast_enabled(device.type):  # with one local worker, that of the line that waits
+            stack.enter_context(torch.autocast(device.type, enabled=False))
         yield

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from ray import cloudpickle
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 
 from . import optim, program, view
 from .caller import Caller, Options, Reduction
@@ -25,7 +26,7 @@ from .entries import Pending
 from .errors import ArgumentError, BackwardError, OutOfSync, UnsupportedError
 from .layout import Layout
 from .program import LeafKind
-from .remote_parameter import Parameters
+from .remote_parameter import Parameters, claim
 from .remote_tensor import RemoteTensor
 from .shipping import ship
 from .stream import Stream
@@ -44,7 +45,8 @@ class DataParallel(nn.Module):
     module's parameters stay usable here: reading one brings its newest value, optimizers over them step on the workers.
 
     Args:
-        module: any nn.Module, on any device; a module on the meta device is refused.
+        module: any nn.Module, on any device. One on the meta device is initialised on the workers, by its modules'
+            `reset_parameters` and `seed`; one from torch.compile is compiled on the workers.
         num_workers: how many workers, one device each. None: all GPUs of the cluster, or its CPUs where it has none.
             0: the module runs in this process, without Ray.
         dim: the dimension of the inputs' rows, along which batches are cut and outputs joined.
@@ -110,6 +112,9 @@ class DataParallel(nn.Module):
         options = Options(
             dim, reduction, out_dims, loss_weight, microbatch_size, torch.device(output_device), seed, dynamic_output
         )
+        compiled = isinstance(module, OptimizedModule)
+        module = module._orig_mod if isinstance(module, OptimizedModule) else module
+        claim(module)
         shipment = ship(module)
         if workers is not None:
             check_shared(num_workers, use_gpu, resources_per_worker)
@@ -125,7 +130,9 @@ class DataParallel(nn.Module):
             stream.users += 1
             model = stream.new_id()
             handle = stream.group.put(shipment)
-            stream.record(program.AddModel, [(handle,)] * stream.group.size, model=model)
+            stream.record(
+                program.AddModel, [(handle,)] * stream.group.size, model=model, seed=seed, compiled=compiled
+            )
             stream.finish()
             hold["_parameters_hub"] = hub = Parameters(module, stream, model, seed)
             hold["_stream"], hold["_core"], hold["_model"] = stream, module, model
@@ -250,6 +257,8 @@ class DataParallel(nn.Module):
         """The module's state with bare keys: copies on the CPU. One message per worker, waits for all steps."""
         self._refresh()
         state = self._core.state_dict(*args, **kwargs)
+        if any(isinstance(v, Tensor) and v.is_meta for v in state.values()):
+            state.update(view.by_every_name(self._core, self._parameters_hub.read()))
         for key, value in state.items():
             if isinstance(value, Tensor):
                 state[key] = value.detach().to("cpu", copy=True)
@@ -367,11 +376,20 @@ class _Answer:
     def is_known(self, leaf: int) -> bool:
         return self.pending.values is not None
 
-    def fetch(self, leaf: int, token: Tensor | None) -> Tensor:
+    def numbers(self) -> _Answer:
+        return self
+
+    def watch(self, leaf: int) -> None:
+        pass
+
+    def number(self, leaf: int) -> Tensor:
         return torch.tensor(self.pending.wait("the gradients' norm")[0], dtype=torch.float32)
 
     def stand_in(self, leaf: int, token: Tensor) -> Tensor:
         return torch.zeros(())
+
+    def fetch(self, leaf: int, token: Tensor | None) -> Tensor:
+        return self.number(leaf)
 
     def shards(self, leaf: int, token: Tensor | None) -> list[Tensor]:
         return [self.fetch(leaf, token)]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .program import Command, Drop, Forward, Kind, Reply
+from .program import Command, Drop, Forward, Kind, Reply, Step
 
 PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -25,7 +25,7 @@ TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 class Sender(Protocol):
     """What an answer is waited for on: the stream."""
 
-    def flush(self) -> None:
+    def flush(self, drops: bool = True) -> None:
         """Send what was recorded."""
 
     def collect(self, what: str) -> None:
@@ -50,7 +50,7 @@ class Pending:
             the exception of the command, or of an earlier one.
         """
         while self.values is None and self.error is None:
-            self.stream.flush()
+            self.stream.flush(drops=False)
             if self.values is None and self.error is None:
                 self.stream.collect(what)
         if self.error is not None:
@@ -59,11 +59,38 @@ class Pending:
         return self.values
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Where a stream stands after an entry.
+
+    `version` counts optimizer steps, `ordinal` forwards since the last of them that may draw random numbers, `local`
+    the local commands since the last commit; `trained` are the models that a training forward changed since then.
+    """
+
+    version: int = 0
+    ordinal: int = 0
+    local: int = 0
+    trained: frozenset[int] = frozenset()
+
+    def after(self, command: Command) -> Counts:
+        """Where the stream stands when `command` was recorded as well."""
+        if command.kind is Kind.COMMIT:
+            is_step = isinstance(command, Step)
+            return Counts(self.version + is_step, 0 if is_step else self.ordinal)
+        if isinstance(command, Forward) and command.is_local:
+            trained = self.trained | {command.model} if command.training else self.trained
+            return Counts(self.version, self.ordinal + 1, self.local + 1, trained)
+        if command.kind is Kind.LOCAL:
+            return Counts(self.version, self.ordinal, self.local + 1, self.trained)
+        return self
+
+
 @dataclass(slots=True)
 class Entry:
-    """A recorded command, each rank's data for it, and who wants the answer."""
+    """A recorded command, where the stream stands after it, each rank's data for it, and who wants the answer."""
 
     command: Command
+    counts: Counts
     payload: Sequence[tuple[Any, ...]] | None = None
     wanted: weakref.ref[Pending] | None = None
 
@@ -78,7 +105,25 @@ class Entry:
         command = self.command
         if isinstance(command, Forward):
             return command.is_local
-        return command.kind is Kind.LOCAL or isinstance(command, Drop)
+        return command.kind is Kind.LOCAL
+
+
+def log_after(log: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry]:
+    """The log when `entries` were done by all ranks as well: the local ones since the last commit, and the drops of
+    their calls.
+    """
+    kept = list(log)
+    for entry in entries:
+        command = entry.command
+        if command.kind is Kind.COMMIT:
+            kept.clear()
+        elif entry.is_local:
+            kept.append(entry)
+        elif isinstance(command, Drop):
+            calls = {e.command.call for e in kept if isinstance(e.command, Forward)}
+            if calls.intersection(command.calls):
+                kept.append(entry)
+    return kept
 
 
 @dataclass(slots=True)

@@ -54,8 +54,10 @@ class Group(Protocol):
     def send(self, rank: int, message: Message, payload: Mapping[int, Sequence[Any]]) -> None:
         """Start a message on its way; does not wait."""
 
-    def receive(self, timeout_s: float) -> list[Reply | Lost]:
-        """What has come, waiting up to `timeout_s` for the first."""
+    def receive(self, timeout_s: float, arrived: list[Reply | Lost]) -> None:
+        """Append what has come, waiting up to `timeout_s` for the first; an answer is forgotten here only when it is
+        in the list, so that an interrupt loses none. It may come twice.
+        """
 
     def stop(self, reason: str) -> None:
         """Free the workers that wait for a peer."""
@@ -172,27 +174,20 @@ class WorkerGroup:
             return
         self._pending[next(self._numbers)] = (ref, rank)
 
-    def receive(self, timeout_s: float) -> list[Reply | Lost]:
+    def receive(self, timeout_s: float, arrived: list[Reply | Lost]) -> None:
         """See `Group`."""
-        if self._unreachable:
-            lost, self._unreachable = self._unreachable, []
-            return list(lost)
-        if not self._pending:
-            return []
+        while self._unreachable:
+            arrived.append(self._unreachable[0])
+            del self._unreachable[0]
+        if arrived or not self._pending:
+            return
         outcomes = placement.poll({key: ref for key, (ref, _) in self._pending.items()}, timeout_s)
-        replies: list[Reply | Lost] = []
         for key, outcome in outcomes.items():
-            _, rank = self._pending[key]
+            member = self.members[self._pending[key][1]]
             if isinstance(outcome, placement.Failed):
-                if not isinstance(outcome.error, WorkerLost):
-                    raise outcome.error
-                member = self.members[rank]
-                replies.append(Lost(rank, member.node_ip, member.pid, str(outcome.error)))
-            else:
-                replies.append(outcome)
-        for key in outcomes:
+                outcome = Lost(member.rank, member.node_ip, member.pid, str(outcome.error))
+            arrived.append(outcome)
             del self._pending[key]
-        return replies
 
     def stop(self, reason: str) -> None:
         """See `Group`."""

@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 from functools import singledispatch
 from typing import Any
 
+import numpy as np
 import torch
+from ray import cloudpickle
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import adoption, operations, program, tree
+from .arrival import settle
 from .calls import Call, Calls, Piece, seed_generators, seed_of
 from .collective import Collective
 from .program import Command, Forward, ShardData, WireTensor
@@ -188,7 +191,7 @@ def _configure(command: program.Configure, state: State, payload: Payload) -> No
         replica.modules[name].training = training
     if command.attributes:
         for (name, attribute), value in pickle.loads(command.attributes).items():
-            setattr(replica.modules[name], attribute, value)
+            setattr(replica.modules[name], attribute, value.to(state.device) if isinstance(value, Tensor) else value)
     if command.requires_grad:
         for name, requires in command.requires_grad:
             replica.parameters[name].requires_grad_(requires)
@@ -225,8 +228,8 @@ def _change(command: program.Change, state: State, payload: Payload) -> Any:
 
 @execute.register
 def _add_model(command: program.AddModel, state: State, payload: Payload) -> None:
-    module: nn.Module = unship(payload[0], device=state.device)
-    state.replicas[command.model] = Replica(module.to(state.device), state.rank, state.size)
+    module = settle(unship(payload[0], device=state.device), state.device, command.seed, command.compiled)
+    state.replicas[command.model] = Replica(module, state.rank, state.size)
 
 
 @execute.register
@@ -278,8 +281,21 @@ def _run(command: program.Run, state: State, payload: Payload) -> Any:
 
 
 def _at_home(result: Any) -> Any:
-    """Tensors of a result on the CPU, without a graph: no CUDA tensor crosses to the driver."""
+    """Tensors of a result on the CPU, without a graph: no CUDA tensor crosses to the driver.
+
+    Raises:
+        TypeError: something in it cannot travel.
+    """
     leaves, spec = tree.flatten(result)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor | np.ndarray | int | float | str | bytes | None):
+            try:
+                cloudpickle.dumps(leaf)
+            except Exception as error:
+                raise TypeError(
+                    f"the function returned a {type(leaf).__name__}, which cannot travel to the driver ({error}); "
+                    "return tensors, numbers, or what pickle takes"
+                ) from error
     return tree.unflatten(spec, [x.detach().cpu() if isinstance(x, Tensor) else x for x in leaves])
 
 

@@ -10,11 +10,12 @@ Invariant: the driver's own stream of random numbers is left alone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,6 +120,16 @@ class LocalCollective:
         """See `collective.Collective`."""
 
 
+@contextlib.contextmanager
+def _unhooked() -> Iterator[None]:
+    """Keeps hooks on saved tensors that the caller's thread has set (checkpointing) away from the model's own graph."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        yield
+
+
 class LocalGroup:
     """Workers in this process.
 
@@ -133,7 +144,8 @@ class LocalGroup:
         self.members = tuple(Member(r, "local", "local", os.getpid(), (), 1.0) for r in range(size))
         self.devices = (str(self.device),) * size
         self.workers = [Worker(r, size, self.device, "local") for r in range(size)]
-        self._replies: queue.Queue[Reply | Lost] = queue.Queue()
+        self._replies: list[Reply] = []
+        self._came = threading.Condition()
         self._closed = False
         self._active = 0  # workers in the middle of a message; they change the process's random numbers
         self._driver_random = torch.get_rng_state()
@@ -157,35 +169,48 @@ class LocalGroup:
         if self._inbox:
             self._inbox[rank].put((message, payload))
         else:
-            self._replies.put(self._execute(self.workers[rank], message, payload))
+            worker = self.workers[rank]
+            try:
+                reply = self._execute(worker, message, payload)
+            except KeyboardInterrupt as stop:
+                ended = worker.interrupted(message, stop)
+                if ended is None:
+                    raise
+                reply = ended
+            self._answer(reply)
 
     def _execute(self, worker: Worker, message: Message, payload: Mapping[int, Sequence[Any]]) -> Reply:
         if self._active == 0:
             self._driver_random = torch.get_rng_state()
         self._active += 1
         try:
-            return worker.execute(message, payload)
+            with _unhooked():
+                return worker.execute(message, payload)
         finally:
             self._active -= 1
             if self._active == 0:
                 torch.set_rng_state(self._driver_random)
+
+    def _answer(self, reply: Reply) -> None:
+        with self._came:
+            self._replies.append(reply)
+            self._came.notify_all()
 
     def _serve(self, worker: Worker) -> None:
         inbox = self._inbox[worker.state.rank]
         while (item := inbox.get()) is not None:
             with self._meeting.turn:
                 reply = self._execute(worker, *item)
-            self._replies.put(reply)
+            self._answer(reply)
 
-    def receive(self, timeout_s: float) -> list[Reply | Lost]:
+    def receive(self, timeout_s: float, arrived: list[Reply | Lost]) -> None:
         """See `group.Group`."""
-        found: list[Reply | Lost] = []
-        try:
-            found.append(self._replies.get(timeout=timeout_s) if timeout_s > 0 else self._replies.get_nowait())
-            while True:
-                found.append(self._replies.get_nowait())
-        except queue.Empty:
-            return found
+        with self._came:
+            if not self._replies:
+                self._came.wait(timeout_s)
+            while self._replies:
+                arrived.append(self._replies[0])
+                del self._replies[0]
 
     def stop(self, reason: str) -> None:
         """See `group.Group`."""

@@ -229,10 +229,15 @@ class Change(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddModel(Command):
-    """Build a further model `model` on the workers. Payload: its shipped body."""
+    """Build a further model `model` on the workers. Payload: its shipped body.
+
+    `seed` is for the values of a module from the meta device; `compiled` says that it is compiled there.
+    """
 
     kind = Kind.COMMIT
     model: int
+    seed: int = 0
+    compiled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from . import tree
+from .answer import Answer
 from .entries import Pending
-from .errors import BackwardError, GatherError
+from .errors import BackwardError, UnsupportedError
+from .graph import no_double_backward
 from .program import Backward, CallResult, Cut, Describe, Fetch, LeafKind, Link, Seed, Structure
 from .reading import Reading
-from .remote_tensor import no_double_backward
 from .stream import Stream
 
 
@@ -80,17 +81,16 @@ class RemoteCall:
     ) -> None:
         self.id = number
         self.stream, self.model, self.owner = stream, model, owner
-        self.pending = pending
-        self.sizes, self.weights = tuple(sizes), tuple(weights)
+        self.answer = Answer(pending, tuple(sizes), tuple(weights), device)
+        self.sizes, self.weights = self.answer.sizes, self.answer.weights
         self.inputs = tuple(inputs)
         self.grad = grad
         self.device = device
-        self.structure: Structure | None = None
-        self.reading: Reading | None = None
         self._joinable: tuple[bool, ...] | None = None
         self.released = False
         self.theta = torch.zeros((), requires_grad=grad)  # stands for all parameters
         self.theta_node = get_gradient_edge(self.theta).node if grad else None
+        self._watched: set[int] = set()
         self._seeds: dict[int, Tensor] = {}
         self._shard_seeds: dict[int, dict[int, Tensor]] = {}
         self._links: list[tuple[int, Link]] = []
@@ -101,7 +101,17 @@ class RemoteCall:
 
     def learn(self, structure: Structure, reading: Reading, joinable: tuple[bool, ...] | None = None) -> None:
         """Take in what the call returns; `joinable` says of each leaf whether it is rows, None: look at the shapes."""
-        self.structure, self.reading, self._joinable = structure, reading, joinable
+        self.answer.structure, self.answer.reading, self._joinable = structure, reading, joinable
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the call returns, once it is known."""
+        return self.answer.structure
+
+    @property
+    def reading(self) -> Reading | None:
+        """How its leaves become one value."""
+        return self.answer.reading
 
     def anchor(self, edges: Sequence[Tensor]) -> Tensor:
         """The token that all differentiable outputs hang on."""
@@ -112,8 +122,15 @@ class RemoteCall:
 
     def kind(self, leaf: int) -> LeafKind:
         """See `remote_tensor.Source`."""
-        assert self.structure is not None
-        return self.structure.leaves[leaf]
+        return self.answer.kind(leaf)
+
+    def numbers(self) -> Answer:
+        """See `remote_tensor.Source`."""
+        return self.answer
+
+    def watch(self, leaf: int) -> None:
+        """See `remote_tensor.Source`."""
+        self._watched.add(leaf)
 
     def rows(self) -> int:
         """See `remote_tensor.Source`."""
@@ -121,21 +138,16 @@ class RemoteCall:
 
     def ranks(self) -> list[int]:
         """The ranks that had rows."""
-        return [r for r, size in enumerate(self.sizes) if size]
+        return self.answer.ranks()
 
     def results(self) -> list[CallResult]:
         """What the ranks that had rows told of the call; waits for it."""
-        found = self.pending.wait("a call of the model")
-        return [found[r] for r in self.ranks()]
-
-    def is_known(self, leaf: int) -> bool:
-        """See `remote_tensor.Source`."""
-        return self.kind(leaf).ndim == 0 and self.pending.values is not None
+        return self.answer.results()
 
     def shapes(self, leaf: int) -> list[tuple[int, ...]]:
         """The leaf's shape on each rank that had rows; asks the workers once if they did not tell unasked."""
         if self._shapes is None:
-            told = [result.shapes for result in self.results()]
+            told = [result.shapes for result in self.results()] if self.answer.told_shapes else [None]
             if any(shapes is None for shapes in told):
                 asked = self.stream.record(Describe, call=self.id).wait("the shapes of a call's outputs")
                 told = [asked[r] for r in self.ranks()]
@@ -173,29 +185,14 @@ class RemoteCall:
 
     def parts(self, leaf: int) -> list[Tensor]:
         """The leaf's values on each rank that had rows, without a graph."""
-        dtype = getattr(torch, self.kind(leaf).dtype)
         if self.kind(leaf).ndim == 0:
-            found = [dict(result.scalars)[leaf] for result in self.results()]
-            return [torch.tensor(value, dtype=dtype, device=self.device) for value in found]
+            return self.answer.parts(leaf)
         wires = self.stream.record(Fetch, call=self.id, leaf=leaf).wait("the values of a model's output")
         return [tree.from_wire(wires[r], self.device) for r in self.ranks()]
 
     def value(self, leaf: int) -> Tensor:
         """The joined value, without a graph."""
-        assert self.reading is not None
-        parts = self.parts(leaf)
-        ranks = self.ranks()
-        sizes, weights = [self.sizes[r] for r in ranks], [self.weights[r] for r in ranks]
-        path = tree.paths(self.structure.spec, "output")[leaf] if self.structure is not None else "output"
-        reduction = self.reading.reduction[leaf]
-        if self.kind(leaf).ndim == 0 and not reduction and len(parts) > 1:
-            raise GatherError(
-                f"{path} is a 0-dim {parts[0].dtype} on each of {len(parts)} replicas "
-                f"({', '.join(str(p.item()) for p in parts[:4])}); say how it is read by reduction={{...: 'sum'}} (or "
-                "'mean') when the model is wrapped, or look at .shards"
-            )
-        joined: Tensor = tree.join_leaf(parts, sizes, weights, self.dim(leaf), reduction != "sum", path)
-        return joined
+        return self.answer.joined(leaf, self.parts(leaf))
 
     def fetch(self, leaf: int, token: Tensor | None) -> Tensor:
         """See `remote_tensor.Source`."""
@@ -249,6 +246,13 @@ class RemoteCall:
             raise BackwardError(
                 "backward a second time through a call of the remote model whose graph was freed by the first; pass "
                 "retain_graph=True to the first"
+            )
+        used = {*seeds, *shard_seeds, *(leaf for leaf, _ in links)}
+        if self._watched and len(used) > 1 and self._watched & used:
+            raise UnsupportedError(
+                f"somebody looks at the gradient of output {min(self._watched)} of a call (a hook, retain_grad()), and "
+                f"{len(used)} outputs of the same call take part in the backward: how one depends on another is known to "
+                "the workers only. Look at it inside the module, or let one output take part"
             )
         wanted = [i for i, need in enumerate(needs) if need]
         if not full and not wanted:
@@ -363,7 +367,7 @@ class _Output(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: RemoteCall, leaf: int, token: Tensor, real: bool) -> Tensor:
-        ctx.call, ctx.leaf = call, leaf
+        ctx.call, ctx.leaf, ctx.whole = call, leaf, True
         return call.value(leaf) if real else torch.zeros((), dtype=getattr(torch, call.kind(leaf).dtype))
 
     @staticmethod
@@ -378,7 +382,7 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: RemoteCall, leaf: int, rank: int, token: Tensor, value: Tensor) -> Tensor:
-        ctx.call, ctx.leaf, ctx.rank = call, leaf, rank
+        ctx.call, ctx.leaf, ctx.rank, ctx.whole = call, leaf, rank, False
         return value.clone()
 
     @staticmethod

@@ -147,7 +147,7 @@ def _travels(value: Any) -> bool:
 
 
 def _dumps(value: Any) -> bytes:
-    data: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+    data: bytes = cloudpickle.dumps(value)
     return data
 
 

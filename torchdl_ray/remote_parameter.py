@@ -104,13 +104,13 @@ class Parameters:
 
     def look(self, name: str) -> None:
         """Somebody looks at the tensor `name`: bring it up to date. A second name brings all at once."""
-        if self._released:
-            return
+        if self._released or (name not in self.parameters and name not in self.buffers):
+            return  # a view of what is no longer ours
         with OFF():
             on_workers_only = self._tensor(name).is_meta
         if on_workers_only:
             raise UnsupportedError(
-        """Bring the named tensors (None: all) up to date where they are not. One message per worker, and waits."""
+                f"'{name}' was initialised on the workers and has no copy here (it is on the meta device); read it by "
                 "model.state_dict(), write it with model.change(fn)"
             )
         if name in self._stale:
@@ -150,7 +150,7 @@ class Parameters:
 
     def wrote(self, name: str) -> None:
         """The tensor `name` was written to on the driver."""
-        if not self._released:
+        if not self._released and (name in self.parameters or name in self.buffers):
             self._dirty.add(name)
 
     def lend(self, name: str) -> None:

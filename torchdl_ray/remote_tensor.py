@@ -45,6 +45,7 @@ class RemoteTensor(torch.Tensor):
     _box: Box | None  # a 0-dim float's memory
     _handle: Tensor | None  # a 0-dim float's stand-in, whose gradient is this one's
     _value: Tensor | None
+    _born: int  # the value's version when it was fetched
     _watched: bool  # somebody wants to see the gradient here
     _fed: bool  # another call took the rows, and returns its gradient to the workers
     _exposed: bool  # the values may have been changed without a trace
@@ -59,6 +60,7 @@ class RemoteTensor(torch.Tensor):
     def __init__(self, dtype: torch.dtype, device: torch.device, guard: bool) -> None:
         self._call, self._leaf, self._token, self._original = None, 0, None, None
         self._box, self._handle, self._value = None, None, None
+        self._born = 0
         self._watched = self._fed = self._exposed = False
 
     @classmethod
@@ -91,7 +93,7 @@ class RemoteTensor(torch.Tensor):
                 else:
                     assert self._call is not None
                     self._value = self._call.fetch(self._leaf, self._token)
-        assert self._value is not None
+                self._born = self._value._version
         return self._value
 
     @property
@@ -151,11 +153,15 @@ class RemoteTensor(torch.Tensor):
         call = origin._call
         if call is None or call.kind(origin._leaf).ndim <= 0 or self._watched:
             return None
-        if any(t._exposed or (t._value is not None and t._value._version) for t in (self, origin)):
+        if any(t._exposed or t.is_changed() for t in (self, origin)):
             return None
         if self._value is not None and self._value.requires_grad != self._differentiable():
             return None
         return call, origin._leaf, self._differentiable()
+
+    def is_changed(self) -> bool:
+        """Whether the fetched values were changed in place."""
+        return self._value is not None and self._value._version != self._born
 
     def feed(self) -> None:
         """Note that another call took the rows, and will hand its gradient to the workers."""
@@ -309,7 +315,8 @@ def _linear(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Term, Tens
         else:
             terms.append(constant(x))
             handles.append(x if x.requires_grad else x.clone())
-    with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()):
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
         return Term(func, *terms), func(*handles)
 
 
@@ -336,7 +343,7 @@ def _has_graph(x: Tensor) -> bool:
 
 def _through(x: RemoteTensor) -> Tensor:
     """Where a gradient with respect to a scalar goes: its stand-in, or its value if that was changed in place."""
-    return x._value if x._value is not None and x._value._version else x.handle()
+    return x.fetch() if x.is_changed() else x.handle()
 
 
 # ---- backward, hooks, detach

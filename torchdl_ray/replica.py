@@ -87,10 +87,9 @@ class Replica:
     def undo(self) -> None:
         """Go back to the last commit: buffers and gradients as they were."""
         buffers = self.buffers
-        with torch.no_grad():
-            for name, old in self._shadow.items():
-                if name in buffers and buffers[name].shape == old.shape:
-                    buffers[name].copy_(old)
+        for name, old in self._shadow.items():
+            if name in buffers and buffers[name].shape == old.shape:
+                buffers[name].data.copy_(old)  # see `_level`
         self.buckets.undo()
         self.weight, self.trained = 0.0, False
 
@@ -151,10 +150,11 @@ class Replica:
             else:
                 level = torch.stack(parts).amax(0).to(dtype)
             offset = 0
-            with torch.no_grad():
-                for b in members:
-                    b.copy_(level[offset : offset + b.numel()].view(b.shape))
-                    offset += b.numel()
+            for b in members:
+                # `.data`: a graph that waits for its backward (a generator's, while the discriminator steps) holds
+                # running statistics that it does not use, and would refuse them after a counted change
+                b.data.copy_(level[offset : offset + b.numel()].view(b.shape))
+                offset += b.numel()
 
 
 def _tail(collective: Collective, stamp: Stamp, failed: bool, weight: float, flags: list[float]) -> Tensor:

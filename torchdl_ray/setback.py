@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .entries import Entry, Outgoing
-from .program import Command, Drop, Failure, Forward, Kind, Step, ZeroGrad
+from .entries import Counts, Entry, Outgoing, log_after
+from .program import Command, Drop, Failure, Step, ZeroGrad
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class Setback:
 
     `stand` and `gone` part all entries at the failing command; `redo` are those of `stand` to be done again; `zeroed`
     are the gradients that a dropped zero_grad named, as (model, names), which may be lost; `source` is the rank to
-    copy from, or None; `num_steps` counts the optimizer steps among what was sent that are done for good.
+    copy from, or None; `num_steps` counts the optimizer steps among what was sent that are done for good; `counts` says
+    where the stream stands then.
     """
 
     stand: tuple[Entry, ...]
@@ -34,6 +35,7 @@ class Setback:
     zeroed: tuple[tuple[int, tuple[str, ...]], ...]
     source: int | None
     num_steps: int
+    counts: Counts
 
 
 def failures(outbox: Sequence[Outgoing]) -> list[tuple[int, int, Failure]]:
@@ -49,29 +51,38 @@ def failures(outbox: Sequence[Outgoing]) -> list[tuple[int, int, Failure]]:
     return sorted(found, key=lambda f: (not f[2].own, f[0], f[1]))
 
 
-def decide(log: Sequence[Entry], outbox: Sequence[Outgoing], waiting: Sequence[Entry], number: int) -> Setback:
-    """What to do after command `number` failed; every message in `outbox` has the replies of all ranks."""
-    entries = [*log, *(e for o in outbox for e in o.entries), *waiting]
-    stand = [e for e in entries if e.command.id < number]
-    gone = [e for e in entries if e.command.id >= number]
-    last_commit = max((i for i, e in enumerate(stand) if e.command.kind is Kind.COMMIT), default=-1)
+def decide(
+    log: Sequence[Entry], outbox: Sequence[Outgoing], waiting: Sequence[Entry], number: int, acknowledged: Counts
+) -> Setback:
+    """What to do after command `number` failed; every message in `outbox` has the replies of all ranks.
+
+    `acknowledged` is where the stream stands after the last message that all ranks did.
+    """
+    sent = [e for o in outbox for e in o.entries]
+    recent = [*sent, *waiting]
+    stand = [e for e in recent if e.command.id < number]
+    gone = [e for e in recent if e.command.id >= number]
+    redo = log_after(log, stand)
+    counts = stand[-1].counts if stand else acknowledged
     replies = list(outbox[-1].replies.values())
     torn = [r for r in replies if r.failure is not None and r.failure.torn]
     whole = [r for r in replies if r not in torn] or replies
     best = max(whole, key=lambda r: (r.position, -r.rank))
-    differs = bool(torn) or any(r.position != best.position for r in replies)
-    sent = [e for o in outbox for e in o.entries]
-    num_steps = sum(isinstance(e.command, Step) and e.command.id < number for e in sent)
-    if differs and best.position > min(r.position for r in replies) and gone and isinstance(gone[0].command, Step):
-        num_steps += 1  # the step that failed on one rank is done on the source
+    num_steps = sum(isinstance(e.command, Step) for e in sent if e.command.id < number)
+    failed = next((e for e in gone if e.command.id == number), None)
+    if failed is not None and best.position > min(r.position for r in replies):
+        counts = failed.counts  # the commit that failed on one rank is done on the source
+        num_steps += isinstance(failed.command, Step)
+        redo = []
     return Setback(
-        stand=tuple(stand),
+        stand=(*log, *stand),
         gone=tuple(gone),
-        redo=tuple(e for e in stand[last_commit + 1 :] if e.is_local),
+        redo=tuple(redo),
         drops=tuple(e for e in gone if isinstance(e.command, Drop)),
         zeroed=tuple((e.command.model, e.command.names) for e in gone if isinstance(e.command, ZeroGrad)),
-        source=best.rank if differs else None,
+        source=best.rank if torn or any(r.position != best.position for r in replies) else None,
         num_steps=num_steps,
+        counts=counts,
     )
 
 
@@ -79,8 +90,3 @@ def describe(commands: Sequence[Command]) -> str:
     """Commands in words: `Forward, Backward, Step and 3 more`."""
     names = [type(c).__name__ for c in commands if not isinstance(c, Drop)]
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-
-
-def forwards(entries: Sequence[Entry]) -> list[Forward]:
-    """The forwards among entries."""
-    return [e.command for e in entries if isinstance(e.command, Forward)]

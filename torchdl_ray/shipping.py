@@ -42,7 +42,7 @@ class Shipment:
 
 class _Pickler(cloudpickle.CloudPickler):
     def __init__(self, file: io.BytesIO, known: Callable[[Tensor], str | None], reduction: Reduction | None) -> None:
-        super().__init__(file)
+        super().__init__(file)  # type: ignore[no-untyped-call]
         self.known, self.reduction = known, reduction
         self.seen: dict[int, tuple[Tensor, Any]] = {}
         self.storages: dict[tuple[str, int], int] = {}
@@ -84,7 +84,7 @@ class _Pickler(cloudpickle.CloudPickler):
         reduced = self.reduction(obj) if self.reduction is not None else None
         if reduced is None and isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
             return copyreg.__newobj__, (type(obj),), obj.__dict__  # type: ignore[attr-defined] # its own way raises
-        return super().reducer_override(obj) if reduced is None else reduced
+        return super().reducer_override(obj) if reduced is None else reduced  # type: ignore[no-untyped-call]
 
 
 def ship(
@@ -101,7 +101,7 @@ def ship(
     """
     file = io.BytesIO()
     pickler = _Pickler(file, known, reduction)
-    pickler.dump(obj)
+    pickler.dump(obj)  # type: ignore[no-untyped-call]
     return Shipment(file.getvalue(), tuple(pickler.arrays))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .program import LeafKind
+from .scalar import Numbers
 
 
 class Source(Protocol):
@@ -24,8 +25,11 @@ class Source(Protocol):
     def shape(self, leaf: int) -> torch.Size:
         """The joined shape; may wait for metadata, never for values."""
 
-    def is_known(self, leaf: int) -> bool:
-        """Whether the value is here already, so that reading it neither waits nor sends."""
+    def numbers(self) -> Numbers:
+        """The values of 0-dim leaves, which outlive the call."""
+
+    def watch(self, leaf: int) -> None:
+        """Somebody wants to see the gradient of the leaf's joined value on the driver."""
 
     def fetch(self, leaf: int, token: Tensor | None) -> Tensor:
         """The joined value, with the graph attached where there is one."""

@@ -8,7 +8,8 @@ Rules (recovery rests on them): an entry is in the log before anything is sent; 
 again at the next verb, and workers ignore doubles, so an interrupt ends only the driver's waiting; the log keeps the
 local commands since the last commit that every rank has acknowledged.
 
-Invariant: every state change is one assignment or one append, so that an interrupt between two lines loses nothing.
+Invariant: every state change is one statement (an append, or assignments side by side that no call parts), so that an
+interrupt between two lines loses nothing; whatever is done twice because of it, is the same the second time.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import remote_exception
-from .entries import Entry, Outgoing, Pending, user_site
-from .errors import ClosedError, CollectiveError, TorchdlError, WaitTimeout, WorkerLost
+from .entries import Counts, Entry, Outgoing, Pending, log_after, user_site
+from .errors import ClosedError, CollectiveError, RemoteError, TorchdlError, WaitTimeout, WorkerLost
 from .group import Group, Lost
-from .program import Command, Copy, Drop, Forward, Kind, Message, Reduce, Reply, Step, ZeroGrad
-from .setback import decide, describe, failures, forwards
+from .program import Backward, Command, Copy, Drop, Forward, Link, Message, Reduce, Reply, Step, ZeroGrad
+from .setback import Setback, decide, describe, failures
 
 MAX_IN_FLIGHT = 2  # messages on their way at a step boundary
 MAX_WAITING_STEPS = 8  # steps that gather while those are under way
-MAX_LOCAL_ENTRIES = 64  # local commands without a commit, after which the stream asks for a reduction
+MAX_LOCAL_ENTRIES = 64  # local commands without a commit, after which the stream records a reduction
 
 
 class Stream:
@@ -42,8 +43,6 @@ class Stream:
 
     def __init__(self, group: Group, *, timeout_s: float, sync: bool = False) -> None:
         self.group, self.timeout_s, self.sync = group, timeout_s, sync
-        self.version = 0  # optimizer steps recorded
-        self.ordinal = 0  # forwards recorded since the last commit that may draw random numbers
         self.num_messages = 0
         self.users = 0  # models that live on these workers
         self.reply_bytes: Callable[[Reply], None] | None = None  # a test's hook
@@ -53,10 +52,11 @@ class Stream:
         self._log: list[Entry] = []  # acknowledged local commands since the last acknowledged commit
         self._recorded: list[Entry] = []
         self._outbox: list[Outgoing] = []
-        self._made = (0, 0)  # the last message made in this generation: its number and its last command
+        self._number = 0  # of the last message made in this generation
         self._sent = [0] * group.size
+        self._arrived: list[Reply | Lost] = []  # not taken in yet
+        self._acknowledged = Counts()  # where the stream stands after the last message that all ranks did
         self._steps_done = 0
-        self._trained: frozenset[int] = frozenset()  # models that a training forward changed since the last commit
         self._times: collections.deque[tuple[float, int]] = collections.deque(maxlen=32)
         self._dead_calls: collections.deque[int] = collections.deque()
         self._dead_values: collections.deque[int] = collections.deque()
@@ -70,42 +70,59 @@ class Stream:
         return self._id
 
     def record(
-        self,
-        kind: type[Command],
-        payload: Sequence[tuple[Any, ...]] | None = None,
-        *,
-        id: int | None = None,
-        **fields: Any,
+        self, kind: type[Command], payload: Sequence[tuple[Any, ...]] | None = None, **fields: Any
     ) -> Pending:
         """Append a command; nothing is sent yet (unless `sync`). Costs no message.
 
         Args:
             kind: the command's class.
             payload: for each rank a tuple of handles from `group.put`, or None.
-            id: a number from `new_id` that the caller has given away already.
             fields: the command's fields.
         """
         self.check_open()
-        command = kind(id=self.new_id() if id is None else id, site=user_site(), **fields)
-        pending = Pending(self, command)
-        self._recorded.append(Entry(command, payload, weakref.ref(pending)))
-        if isinstance(command, Step):
-            self.version += 1
-        if command.kind is Kind.COMMIT:
-            self._trained, self.ordinal = frozenset(), 0
-        elif isinstance(command, Forward) and command.is_local:
-            self.ordinal += 1
-            if command.training:
-                self._trained |= {command.model}
+        if issubclass(kind, Forward | Backward):
+            self._record_drops()
+            if self._counts.local >= MAX_LOCAL_ENTRIES and not any(
+                isinstance(seed.source, Link) for seed in fields.get("seeds", ())
+            ):
+                self._append(Reduce(id=self.new_id(), site=user_site(), model=fields["model"]))
+        pending = self._append(kind(id=self.new_id(), site=user_site(), **fields), payload)
         if self.sync:
-            pending.wait(f"{type(command).__name__} (sync=True)")
+            pending.wait(f"{kind.__name__} (sync=True)")
         return pending
+
+    def _append(self, command: Command, payload: Sequence[tuple[Any, ...]] | None = None) -> Pending:
+        pending = Pending(self, command)
+        self._recorded.append(Entry(command, self._counts.after(command), payload, weakref.ref(pending)))
+        return pending
+
+    @property
+    def _counts(self) -> Counts:
+        for entries in (self._recorded, *(o.entries for o in reversed(self._outbox))):
+            if entries:
+                return entries[-1].counts
+        return self._acknowledged
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps recorded."""
+        return self._counts.version
+
+    @property
+    def ordinal(self) -> int:
+        """Forwards recorded since the last step that may draw random numbers."""
+        return self._counts.ordinal
+
+    @property
+    def num_local(self) -> int:
+        """Local commands since the last commit: what a replay would do again."""
+        return self._counts.local
 
     def level(self, model: int) -> None:
         """Before anybody looks at buffers: if a training forward ran since the last commit, make them equal on all
         replicas by a commit of their own. Costs a command, no wait.
         """
-        if model in self._trained and self.group.size > 1:
+        if model in self._counts.trained and self.group.size > 1:
             self.record(Reduce, model=model)
 
     def drop_call(self, call: int) -> None:
@@ -135,16 +152,20 @@ class Stream:
                 self.collect("an earlier step to finish")
             self.flush()
 
-    def flush(self) -> None:
-        """Send everything recorded, as one message per rank; does not wait. Raises what earlier commands raised."""
+    def flush(self, drops: bool = True) -> None:
+        """Send everything recorded, as one message per rank; does not wait.
+
+        Args:
+            drops: whether what was only forgotten is worth a message of its own.
+        Raises:
+            what earlier commands raised.
+        """
         self.check_open()
-        self._record_drops()
-        entries = self._waiting()
-        if entries:
-            number = self._made[0] + 1
-            self._outbox.append(Outgoing(number, tuple(entries), False))
-            self._made = (number, entries[-1].command.id)
-            self._recorded = [e for e in self._recorded if e.command.id > self._made[1]]
+        if self._recorded or drops:
+            self._record_drops()
+        if entries := tuple(self._recorded):
+            outbox, rest = [*self._outbox, Outgoing(self._number + 1, entries, False)], self._recorded[len(entries) :]
+            self._outbox, self._number, self._recorded = outbox, self._number + 1, rest
         self._send_missing()
         self.collect("a reply", timeout_s=0)
 
@@ -155,14 +176,15 @@ class Stream:
             self.collect("all recorded commands to finish")
 
     def _waiting(self) -> list[Entry]:
-        made = max([self._made[1], *(o.entries[-1].command.id for o in self._outbox if o.entries)])
-        return [e for e in self._recorded if e.command.id > made]
+        return list(self._recorded)
 
     def _record_drops(self) -> None:
-        if self._dead_calls or self._dead_values:
-            calls, values = tuple(self._dead_calls), tuple(self._dead_values)
-            command = Drop(id=self.new_id(), calls=calls, values=values)
-            self._recorded.append(Entry(command))
+        num_calls, num_values = len(self._dead_calls), len(self._dead_values)
+        if num_calls or num_values:
+            # by index: a finaliser may append at any moment
+            calls = tuple(self._dead_calls[k] for k in range(num_calls))
+            values = tuple(self._dead_values[k] for k in range(num_values))
+            self._append(Drop(id=self.new_id(), calls=calls, values=values))
             for _ in calls:
                 self._dead_calls.popleft()
             for _ in values:
@@ -188,21 +210,26 @@ class Stream:
             WaitTimeout, WorkerLost, and what a command raised on a worker.
         """
         wait_s = self.timeout_s if timeout_s is None else timeout_s
-        if not self._outbox:
-            return
         deadline = time.monotonic() + wait_s
-        while True:
-            arrived = self.group.receive(max(0.0, min(1.0, deadline - time.monotonic())))
-            for item in arrived:
-                self._take(item)
-            while self._outbox and len(self._outbox[0].replies) == self.group.size and not failures(self._outbox):
-                self._acknowledge(self._outbox[0])
+        while self._outbox and not self._take_in():
             if failures(self._outbox):
                 self._fail()
-            if arrived or wait_s == 0:
+            self.group.receive(max(0.0, min(1.0, deadline - time.monotonic())), self._arrived)
+            if not self._arrived and time.monotonic() >= deadline:
+                if wait_s > 0:
+                    raise WaitTimeout(self._describe_wait(what, wait_s))
                 return
-            if time.monotonic() >= deadline:
-                raise WaitTimeout(self._describe_wait(what, wait_s))
+
+    def _take_in(self) -> bool:
+        """Sort what has arrived; returns whether a message was thereby done by all ranks."""
+        while self._arrived:
+            self._take(self._arrived[0])
+            del self._arrived[0]
+        num_done = 0
+        while self._outbox and len(self._outbox[0].replies) == self.group.size and not failures(self._outbox):
+            self._acknowledge(self._outbox[0])
+            num_done += 1
+        return num_done > 0
 
     def _take(self, item: Reply | Lost) -> None:
         if isinstance(item, Lost):
@@ -217,24 +244,12 @@ class Stream:
     def _acknowledge(self, outgoing: Outgoing) -> None:
         """All ranks did this message: deliver the answers, and keep of it what a replay would need."""
         outgoing.deliver(outgoing.entries, self.group.size)
-        log = list(self._log)
-        for entry in outgoing.entries:
-            if entry.command.kind is Kind.COMMIT:
-                log.clear()
-            elif entry.is_local:
-                log.append(entry)
-        steps = sum(isinstance(e.command, Step) for e in outgoing.entries)
-        self._log, self._outbox, self._steps_done = log, self._outbox[1:], self._steps_done + steps
-        if steps:
-            self._times.append((time.monotonic(), self._steps_done))
-
-    @property
-    def num_local(self) -> int:
-        """Local commands since the last commit: what a replay would do again."""
-        count = 0
-        for entry in [*self._log, *(e for o in self._outbox for e in o.entries), *self._waiting()]:
-            count = 0 if entry.command.kind is Kind.COMMIT else count + entry.is_local
-        return count
+        log, outbox = log_after(self._log, outgoing.entries), self._outbox[1:]
+        counts = outgoing.entries[-1].counts if outgoing.entries else self._acknowledged
+        steps = sum(isinstance(e.command, Step) for e in outgoing.entries) + self._steps_done
+        if steps > self._steps_done:
+            self._times.append((time.monotonic(), steps))
+        self._log, self._outbox, self._acknowledged, self._steps_done = log, outbox, counts, steps
 
     # ---- failure
 
@@ -243,44 +258,47 @@ class Stream:
         deadline = time.monotonic() + self.timeout_s
         self._send_missing()
         while any(len(o.replies) < self.group.size for o in self._outbox):
-            for item in self.group.receive(1.0):
-                self._take(item)
+            self.group.receive(1.0, self._arrived)
+            while self._arrived:
+                self._take(self._arrived[0])
+                del self._arrived[0]
             if time.monotonic() > deadline:
                 raise WaitTimeout(self._describe_wait("all ranks to stop after a failure", self.timeout_s))
         number, rank, failure = failures(self._outbox)[0]
         exception = remote_exception.unpack(failure.exception, failure.text) if failure.exception else None
         if not failure.own or exception is None:
-            self.close(exception or CollectiveError(f"rank {rank}: {failure.text}"))
-            self.check_open()
-        assert exception is not None
-        self._go_back(number, exception)
+            exception = exception or CollectiveError(f"rank {rank}: {failure.text}")
+            self.close(exception)
+            raise exception
+        if isinstance(exception, RemoteError) and exception.type_name == "KeyboardInterrupt":
+            exception = KeyboardInterrupt()  # Ctrl-C while a command ran in this process
+        self._go_back(decide(self._log, self._outbox, self._waiting(), number, self._acknowledged), exception)
         raise exception
 
-    def _go_back(self, number: int, exception: BaseException) -> None:
-        setback = decide(self._log, self._outbox, self._waiting(), number)
+    def _go_back(self, setback: Setback, exception: BaseException) -> None:
+        """Deliver what stands, tell of what is gone, and open a new generation that begins with what is done again."""
+        stand = {e.command.id for e in setback.stand}
         for outgoing in self._outbox:
-            outgoing.deliver([e for e in outgoing.entries if e.command.id < number], self.group.size)
-        first: list[Entry] = []
-        if setback.source is not None:
-            first.append(Entry(Copy(id=self.new_id(), source=setback.source)))
-        for model, names in setback.zeroed:
-            first.append(Entry(ZeroGrad(id=self.new_id(), model=model, names=names, to_none=True)))
-        again = (*first, *setback.redo, *setback.drops)
-        self._generation += 1
-        self._sent = [0] * self.group.size
-        self._made = (1, self._id)
-        self._log, self._recorded, self._outbox = [], [], [Outgoing(1, again, True)]
-        self.version = self._steps_done = self._steps_done + setback.num_steps
-        redone = forwards(setback.redo)
-        self.ordinal, self._trained = len(redone), frozenset(c.model for c in redone if c.training)
+            outgoing.deliver([e for e in outgoing.entries if e.command.id in stand], self.group.size)
         for entry in setback.gone:
-            if entry.pending is not None:
+            if entry.pending is not None and entry.pending.error is None:
                 entry.pending.error = exception
         dropped = [e.command for e in setback.gone]
         if describe(dropped[1:]) and not isinstance(exception, TorchdlError):
             exception.add_note(f"recorded after it and not done: {describe(dropped[1:])}")
         for tell in self.on_drop:
             tell(tuple(dropped))
+        first: list[Entry] = []
+        if setback.source is not None:
+            first.append(Entry(Copy(id=self.new_id(), source=setback.source), setback.counts))
+        for model, names in setback.zeroed:
+            command = ZeroGrad(id=self.new_id(), model=model, names=names, to_none=True)
+            first.append(Entry(command, setback.counts))
+        drops = [Entry(e.command, setback.counts) for e in setback.drops]
+        outbox = [Outgoing(1, (*first, *setback.redo, *drops), True)]
+        generation, sent, steps = self._generation + 1, [0] * self.group.size, self._steps_done + setback.num_steps
+        self._generation, self._number, self._sent, self._outbox, self._log = generation, 1, sent, outbox, []
+        self._recorded, self._acknowledged, self._steps_done = [], setback.counts, steps
         self._send_missing()
 
     def _lose(self, lost: Lost) -> None:

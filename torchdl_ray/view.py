@@ -10,6 +10,8 @@ import html as escaping
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor, nn
+
 from .placement import Member
 from .stream import Stream
 
@@ -51,6 +53,13 @@ def differing(found: Sequence[Mapping[str, str]]) -> dict[str, tuple[int, ...]]:
         if ranks:
             odd[name] = ranks
     return odd
+
+
+def by_every_name(module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Values by parameter or buffer name, also under the further names of tied ones."""
+    known = {id(t): n for n, t in (*module.named_parameters(), *module.named_buffers())}
+    names = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {n: values[known[id(t)]] for n, t in names if known[id(t)] in values}
 
 
 def _state(stream: Stream, alive: bool) -> str:

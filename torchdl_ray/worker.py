@@ -46,6 +46,9 @@ class Worker:
         self.version = 0  # optimizer steps among the commits
         self.generation = 0
         self._number = 0
+        self._last: Reply | None = None
+        self._current: Command | None = None
+        self._results: list[tuple[int, Any]] = []
         self._failure: Failure | None = None
         self._informed = False  # whether the peers know of the failure, or need not
         self._unagreed = False  # whether a command since the last agreement may have failed on one rank alone
@@ -69,15 +72,18 @@ class Worker:
         """
         start = time.perf_counter()
         refusal = self._refuse(message)
-        is_double = message.generation == self.generation and message.number <= self._number
-        if refusal is not None or is_double:
+        if refusal is not None:
             return self._reply(message, [], refusal, start)
-        self._number = message.number
+        if message.generation == self.generation and message.number <= self._number:
+            last = self._last  # the driver may have lost the first answer, by Ctrl-C
+            return last if last is not None and last.number == message.number else self._reply(message, [], None, start)
+        self._number, self._last = message.number, None
         if message.resume:
             self._resume(message.generation)
         results: list[tuple[int, Any]] = []
+        self._results = results
         for command, backward, ahead in plan(message.commands):
-            self.state.fused = backward
+            self._current, self.state.fused = command, backward
             self._reduction_ahead = ahead
             if self._failure is not None:
                 self._attend(command, backward)
@@ -92,7 +98,22 @@ class Worker:
                 self._fail(command, own=True, exception=error)
             else:
                 results.append((command.id, value))
-        return self._reply(message, results, self._failure, start)
+        self._last = self._reply(message, results, self._failure, start)
+        return self._last
+
+    def interrupted(self, message: Message, exception: BaseException) -> Reply | None:
+        """The reply to a message that Ctrl-C ended outside of a command (in the driver's own process only); None if it
+        had not begun.
+        """
+        if (message.generation, message.number) != (self.generation, self._number):
+            return None
+        if self._last is None:
+            command = self._current
+            if self._failure is None:
+                number, site = (command.id, command.site) if command is not None else (0, "")
+                self._failure = self._describe(number, site, own=True, exception=exception)
+            self._last = self._reply(message, self._results, self._failure, time.perf_counter())
+        return self._last
 
     # ---- messages
 
@@ -130,7 +151,11 @@ class Worker:
         if command.kind is not Kind.COMMIT:
             if not isinstance(command, program.Drop):
                 self._unagreed = True
-            return execute(command, self.state, payload)
+            value = execute(command, self.state, payload)
+            # an answer that somebody waits for is made at once, so that what goes wrong with it is this command's
+            # failure; one that nobody waits for is made at the end, because reading a number waits for the device
+            is_awaited = isinstance(command, Forward) and command.expected is None
+            return value.result() if is_awaited else value
         self._agree(command)
         self._torn = True
         result = execute(command, self.state, payload)
