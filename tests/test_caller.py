@@ -167,6 +167,7 @@ def test_a_training_step_is_one_message_and_under_one_kilobyte(workers):
             step()
             model._stream.finish()
         assert model._stream.num_messages - before == 5 * max(workers, 1)
+        model._stream.reply_bytes = None
     assert len(sizes) >= 5 * max(workers, 1)
     assert max(sizes) < 1000
 
@@ -444,6 +445,38 @@ def test_a_list_of_dicts_with_one_entry_per_row(workers):
         assert_trained_alike(twin, model)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda out: [row for row in out],  # of equal shapes: columns or rows?
+        lambda out: [row.sum() for row in out],
+        lambda out: {"boxes": [row for row in out]},
+        lambda out: {"boxes": [{"box": row[:k]} for k, row in enumerate(out)]},
+    ],
+)
+def test_a_list_that_may_be_rows_or_columns_is_loud(make):
+    _, model = both(lambda m, x: make(m.linear(x)), 2)
+    with model:
+        with pytest.raises(GatherError, match="rows"):
+            model(rows(8))
+        with pytest.raises(GatherError, match="rows"):
+            model(rows(2))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("num", [4, 5, 8, 9])
+def test_lists_of_columns(workers, num):
+    """Two features in a list, also for shards of two rows, once the model is known to return two."""
+    twin, model = both(
+        lambda m, x: [m.linear(x), m.linear(x) * 2, [m.linear(x).mean(), 3 * m.linear(x).mean()]], workers
+    )
+    with model:
+        model(rows(31))
+        for _ in range(4):
+            found, expected = model(rows(num)), twin(rows(num))
+            same(found, expected)
+
+
 def test_different_structures_are_loud():
     _, model = both(lambda m, x: {"a": x} if x[0, 0] > 0 else {"b": x}, 2)
     with model:
@@ -473,7 +506,9 @@ def test_objects_among_outputs(workers):
 
 
 def test_python_numbers_by_reduction():
-    _, model = both(lambda m, x: {"x": x, "n": len(x), "total": float(x.sum())}, 3, reduction={"n": "sum", "total": "sum"})
+    _, model = both(
+        lambda m, x: {"x": x, "n": len(x), "total": float(x.sum())}, 3, reduction={"n": "sum", "total": "sum"}
+    )
     with model, torch.no_grad():
         x = rows(7)
         found = model(x)

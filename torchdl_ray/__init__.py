@@ -7,7 +7,6 @@ model = DataParallel(MyModel(), num_workers=4)
 
 from . import errors
 from .containers import replicate
-
 from .data_parallel import DataParallel
 from .launch import spawn
 from .remote_tensor import RemoteTensor

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import tree
 from .entries import Pending
 from .errors import GatherError
-from .program import CallResult, Forward, LeafKind, Structure
+from .program import CallResult, Forward, LeafKind, Number, Structure
 from .reading import Reading
 
 
@@ -68,9 +68,11 @@ class Answer:
 
     def parts(self, leaf: int) -> list[Tensor]:
         """A 0-dim leaf on each rank that had rows."""
-        dtype = getattr(torch, self.kind(leaf).dtype)
-        found = [dict(result.scalars)[leaf] for result in self.results()]
-        return [torch.tensor(value, dtype=dtype, device=self.device) for value in found]
+        return [self.scalar(self.kind(leaf), dict(result.scalars)[leaf]) for result in self.results()]
+
+    def scalar(self, kind: LeafKind, value: Number) -> Tensor:
+        """A number as the 0-dim tensor that it was."""
+        return torch.tensor(value, dtype=getattr(torch, kind.dtype), device=self.device)
 
     def joined(self, leaf: int, parts: Sequence[Tensor]) -> Tensor:
         """One value of those of the ranks that had rows.

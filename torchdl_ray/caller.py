@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from . import tree
 from .calls import describe
 from .errors import ArgumentError, GatherError
-from .graph import wide
+from .graph import RemoteLink, wide
 from .layout import Layout, ShardPlan
 from .program import Autocast, CallResult, Cut, Forward, RandomKey, Remote, Same, ShardData, Structure
 from .reading import Reading, read, told
-from .remote_call import Input, Owner, RemoteCall, RemoteLink
+from .remote_call import Input, Owner, RemoteCall
 from .remote_tensor import RemoteTensor
+from .row_list import is_per_row, join_rows, whole_output
 from .stream import Stream
 
 TRUSTED_AFTER = 3
@@ -58,9 +59,13 @@ class Kind:
     joinable: tuple[bool, ...] = ()
     met: int = 0
     varied: bool = False
+    row_list: bool = False  # it returned a list with one entry per row
+    columns: bool = False  # it returned as many leaves for other numbers of rows
+    rows: int = 0  # of the last call
 
-    def meet(self, structure: Structure, joinable: tuple[bool, ...]) -> None:
-        """Take in what one call returned."""
+    def meet(self, structure: Structure, joinable: tuple[bool, ...], rows: int) -> None:
+        """Take in what one call of so many rows returned."""
+        self.rows = rows
         if self.structure is not None and (structure != self.structure or joinable != self.joinable):
             self.varied = True
         self.structure, self.joinable = structure, joinable
@@ -133,6 +138,9 @@ class Caller:
             self.stream.level(self.model)
         kind = self.kinds.setdefault(self._key(method, modes, grad, plan), Kind())
         expected = None if self.options.dynamic_output else kind.trusted
+        for leaf, role in zip(plan.leaves, plan.kind, strict=True):
+            if role in ("cut", "same_tensor") and isinstance(leaf, Tensor):
+                tree.check_sendable(leaf)
         marks, common, inputs, edges = self._marks(plan, grad)
         payload = self._payload(plan, shards, marks, common)
         number = self.stream.new_id()
@@ -262,13 +270,28 @@ class Caller:
 
     def _waited(self, call: RemoteCall, token: Tensor | None, kind: Kind) -> Any:
         results = call.results()
-        structures = [r.structure for r in results]
-        first = structures[0]
-        if first is None or any(s != first for s in structures):
+        structures = [r.structure for r in results if r.structure is not None]
+        first, sizes = structures[0], [call.sizes[r] for r in call.ranks()]
+        alike = all(s == first for s in structures)
+        longest = max(structures, key=lambda s: len(s.leaves))
+        call.learn(longest, self._reading(longest))
+        if alike and not kind.row_list:
+            kind.columns |= kind.structure == first and kind.rows != call.rows()
+            kind.row_list = not kind.columns and is_per_row(call, first, sizes)
+        elif not alike:
             kind.varied = True
-            return self._ragged(call, results)
-        call.learn(first, self._reading(first))
-        kind.meet(first, tuple(call.joins(k) for k in range(len(first.leaves))))
+            kind.row_list = whole_output(structures, sizes)
+        if kind.row_list and whole_output(structures, sizes):
+            kind.varied = True
+            return join_rows(call, structures, results, token)
+        if not alike:
+            other = next(s for s in structures if s != first)
+            raise GatherError(
+                f"the replicas returned different structures: {describe(first)} on rank {call.ranks()[0]}, and "
+                f"{describe(other)} on another; only a list with one entry per row, which is the whole output, may "
+                "differ. Return the same structure for every shard, or call model.run"
+            )
+        kind.meet(first, tuple(call.joins(k) for k in range(len(first.leaves))), call.rows())
         return self._outputs(call, token, results)
 
     def _outputs(self, call: RemoteCall, token: Tensor | None, results: Sequence[CallResult] | None) -> Any:
@@ -302,26 +325,6 @@ class Caller:
             return tree.join_leaf(values, sizes, weights, call.dim(leaf), reduction != "sum", path)
         except GatherError as error:
             return Shards(values, str(error))
-
-    def _ragged(self, call: RemoteCall, results: Sequence[CallResult]) -> Any:
-        """Replicas returned different structures: right for lists with one entry per row, an error for all else."""
-        parts = []
-        for place, result in enumerate(results):
-            assert result.structure is not None
-            parts.append((place, result.structure))
-        lists = [(s.spec.node is list or s.spec.node is tuple) for _, s in parts]
-        sizes = [call.sizes[r] for r in call.ranks()]
-        children = [len(s.spec.children) for _, s in parts]
-        if not all(lists) or children != sizes:
-            raise GatherError(
-                f"the replicas returned different structures: {describe(parts[0][1])} on rank {call.ranks()[0]}, and "
-                f"{describe(next(s for _, s in parts if s != parts[0][1]))} on another; only a list with one entry "
-                "per row may differ. Return the same structure for every shard, or call model.run"
-            )
-        raise GatherError(
-            f"the model returned a list with one entry per row, of {children} tensors on the replicas; such lists of "
-            "tensors are not joined. Stack or pad them inside the module, or return them with model.run"
-        )
 
     def _reading(self, structure: Structure) -> Reading:
         return read(structure, self._reduction, self._out_dims, self.options.dim)

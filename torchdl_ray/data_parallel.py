@@ -256,7 +256,7 @@ class DataParallel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state with bare keys: copies on the CPU. One message per worker, waits for all steps."""
         self._refresh()
-        state = self._core.state_dict(*args, **kwargs)
+        state = self._core.state_dict(*args, **{**kwargs, "keep_vars": True})
         if any(isinstance(v, Tensor) and v.is_meta for v in state.values()):
             state.update(view.by_every_name(self._core, self._parameters_hub.read()))
         for key, value in state.items():

@@ -1,4 +1,4 @@
-"""The driver's autograd graph beneath RemoteTensors: modes in which values are fetched, stand-ins, and who is reached.
+"""The driver's autograd graph beneath RemoteTensors: the nodes of a call, stand-ins, and who is reached.
 
 Runs on the driver; nothing crosses.
 
@@ -37,11 +37,11 @@ class Substitute(torch.autograd.Function):
     """A value in place of its stand-in, sharing the value's memory; the gradient goes on to the stand-in."""
 
     @staticmethod
-    def forward(ctx: Any, handle: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, handle: Tensor, value: Tensor) -> Tensor:  # noqa: D102
         return value.new_empty(()).set_(value)  # type: ignore[call-overload,no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # noqa: D102
         return grad, None
 
 
@@ -60,3 +60,63 @@ def reaches_another(roots: Sequence[Any], call: Any, leaf: int) -> bool:
             return True
         rest += [following for following, _ in node.next_functions if following is not None]
     return False
+
+
+class Anchor(torch.autograd.Function):
+    """The node of a call; runs after all of its outputs' nodes."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, theta: Tensor, *edges: Tensor) -> Tensor:  # noqa: D102
+        ctx.call = call
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # noqa: D102
+        no_double_backward()
+        call = ctx.call
+        full = torch._C._will_engine_execute_node(call.theta_node)  # type: ignore[attr-defined]
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+        return (None, None, *call.run_backward(keep, full, ctx.needs_input_grad[2:]))
+
+
+class Output(torch.autograd.Function):
+    """The joined value of a leaf, or a stand-in for it: stashes its gradient with the call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, leaf: int, token: Tensor, real: bool) -> Tensor:  # noqa: D102
+        ctx.call, ctx.leaf, ctx.whole = call, leaf, True
+        return call.value(leaf) if real else torch.zeros((), dtype=getattr(torch, call.kind(leaf).dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # noqa: D102
+        no_double_backward()
+        ctx.call.stash(ctx.leaf, grad)
+        return None, None, torch.zeros(()), None
+
+
+class Shard(torch.autograd.Function):
+    """One replica's value of a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, leaf: int, rank: int, token: Tensor, value: Tensor) -> Tensor:  # noqa: D102
+        ctx.call, ctx.leaf, ctx.rank, ctx.whole = call, leaf, rank, False
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # noqa: D102
+        no_double_backward()
+        ctx.call.stash_shard(ctx.leaf, ctx.rank, grad)
+        return None, None, None, torch.zeros(()), None
+
+
+class RemoteLink(torch.autograd.Function):
+    """A leaf of an earlier call as an input of a later one: its gradient stays on the workers."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, token: Tensor) -> Tensor:  # noqa: D102
+        ctx.call = call
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # noqa: D102
+        return None, torch.zeros(())

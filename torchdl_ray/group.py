@@ -20,7 +20,7 @@ import torch
 
 from . import placement
 from .collective import Rendezvous, StopFlag, host_store, join
-from .errors import PlacementError, WorkerLost
+from .errors import PlacementError
 from .placement import Member
 from .program import Message, Reply, ShardData, WireTensor
 from .shipping import Shipment

@@ -235,7 +235,7 @@ def _add_model(command: program.AddModel, state: State, payload: Payload) -> Non
 @execute.register
 def _fetch(command: program.Fetch, state: State, payload: Payload) -> Any:
     call = state.calls.live[command.call]
-    if call.structure is None:
+    if call.structure is None or command.leaf >= len(call.structure.leaves):
         return None
     value = call.value(command.leaf)
     return tree.to_wire(value, copy=True) if isinstance(value, Tensor) else value

@@ -39,7 +39,13 @@ class _Meeting:
         self.changed = threading.Condition()
         self.given: dict[int, dict[int, list[Tensor]]] = {}
         self.taken: dict[int, int] = {}
+        self.waits: list[int] = []  # the operations that ranks wait for
+        self.open = 0  # messages on their way or under execution
         self.stopped = ""
+
+    def is_still(self) -> bool:
+        """Whether no rank can go on: each has nothing to do, or waits for a peer that has nothing to do."""
+        return self.open == sum(len(self.given.get(number, {})) < self.size for number in self.waits)
 
     def give(self, number: int, rank: int, tensors: list[Tensor]) -> None:
         with self.changed:
@@ -52,6 +58,8 @@ class _Meeting:
         self.turn.release()
         try:
             with self.changed:
+                self.waits.append(number)
+                self.changed.notify_all()
                 while len(self.given.get(number, {})) < self.size and not self.stopped:
                     if not self.changed.wait(0.1) and time.monotonic() > deadline:
                         raise CollectiveError(
@@ -65,6 +73,8 @@ class _Meeting:
                     del self.given[number], self.taken[number]
                 return found
         finally:
+            with self.changed:
+                self.waits.remove(number)
             self.turn.acquire()
 
 
@@ -147,8 +157,6 @@ class LocalGroup:
         self._replies: list[Reply] = []
         self._came = threading.Condition()
         self._closed = False
-        self._active = 0  # workers in the middle of a message; they change the process's random numbers
-        self._driver_random = torch.get_rng_state()
         self._meeting = _Meeting(size)
         self._inbox: list[queue.Queue[tuple[Message, Mapping[int, Sequence[Any]]] | None]] = []
         if size > 1:
@@ -166,8 +174,20 @@ class LocalGroup:
 
     def send(self, rank: int, message: Message, payload: Mapping[int, Sequence[Any]]) -> None:
         """See `group.Group`; with one worker, executes the message."""
+        state = torch.get_rng_state()
+        try:
+            self._start(rank, message, payload)
+        finally:
+            torch.set_rng_state(state)  # workers seed the process's generator
+
+    def _start(self, rank: int, message: Message, payload: Mapping[int, Sequence[Any]]) -> None:
         if self._inbox:
-            self._inbox[rank].put((message, payload))
+            changed = self._meeting.changed
+            with changed:
+                self._meeting.open += 1
+                self._inbox[rank].put((message, payload))
+                while not self._meeting.is_still() and not self._meeting.stopped:
+                    changed.wait(0.1)
         else:
             worker = self.workers[rank]
             try:
@@ -180,16 +200,8 @@ class LocalGroup:
             self._answer(reply)
 
     def _execute(self, worker: Worker, message: Message, payload: Mapping[int, Sequence[Any]]) -> Reply:
-        if self._active == 0:
-            self._driver_random = torch.get_rng_state()
-        self._active += 1
-        try:
-            with _unhooked():
-                return worker.execute(message, payload)
-        finally:
-            self._active -= 1
-            if self._active == 0:
-                torch.set_rng_state(self._driver_random)
+        with _unhooked():
+            return worker.execute(message, payload)
 
     def _answer(self, reply: Reply) -> None:
         with self._came:
@@ -202,6 +214,9 @@ class LocalGroup:
             with self._meeting.turn:
                 reply = self._execute(worker, *item)
             self._answer(reply)
+            with self._meeting.changed:
+                self._meeting.open -= 1
+                self._meeting.changed.notify_all()
 
     def receive(self, timeout_s: float, arrived: list[Reply | Lost]) -> None:
         """See `group.Group`."""

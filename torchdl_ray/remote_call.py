@@ -25,7 +25,7 @@ from . import tree
 from .answer import Answer
 from .entries import Pending
 from .errors import BackwardError, UnsupportedError
-from .graph import no_double_backward
+from .graph import Anchor, Output, Shard
 from .program import Backward, CallResult, Cut, Describe, Fetch, LeafKind, Link, Seed, Structure
 from .reading import Reading
 from .stream import Stream
@@ -115,7 +115,7 @@ class RemoteCall:
 
     def anchor(self, edges: Sequence[Tensor]) -> Tensor:
         """The token that all differentiable outputs hang on."""
-        token: Tensor = _Anchor.apply(self, self.theta, *edges)
+        token: Tensor = Anchor.apply(self, self.theta, *edges)
         return token
 
     # ---- what is known of the outputs
@@ -152,7 +152,7 @@ class RemoteCall:
                 asked = self.stream.record(Describe, call=self.id).wait("the shapes of a call's outputs")
                 told = [asked[r] for r in self.ranks()]
             self._shapes = [shapes for shapes in told if shapes is not None]
-        return [shapes[leaf] or () for shapes in self._shapes]
+        return [(shapes[leaf] if leaf < len(shapes) else None) or () for shapes in self._shapes]
 
     def shape(self, leaf: int) -> torch.Size:
         """See `remote_tensor.Source`."""
@@ -198,14 +198,14 @@ class RemoteCall:
         """See `remote_tensor.Source`."""
         if token is None or not self.kind(leaf).requires_grad:
             return self.value(leaf)
-        made: Tensor = _Output.apply(self, leaf, token, True)
+        made: Tensor = Output.apply(self, leaf, token, True)
         return made
 
     def stand_in(self, leaf: int, token: Tensor) -> Tensor:
         """See `remote_tensor.Source`."""
         if not (self.grad and self.kind(leaf).requires_grad):
             return torch.zeros((), dtype=getattr(torch, self.kind(leaf).dtype))
-        made: Tensor = _Output.apply(self, leaf, token, False)
+        made: Tensor = Output.apply(self, leaf, token, False)
         return made
 
     def shards(self, leaf: int, token: Tensor | None) -> list[Tensor]:
@@ -213,7 +213,7 @@ class RemoteCall:
         parts = self.parts(leaf)
         if token is None or not self.kind(leaf).requires_grad:
             return parts
-        return [_Shard.apply(self, leaf, rank, token, part) for rank, part in zip(self.ranks(), parts, strict=True)]
+        return [Shard.apply(self, leaf, rank, token, part) for rank, part in zip(self.ranks(), parts, strict=True)]
 
     # ---- gradients
 
@@ -251,8 +251,8 @@ class RemoteCall:
         if self._watched and len(used) > 1 and self._watched & used:
             raise UnsupportedError(
                 f"somebody looks at the gradient of output {min(self._watched)} of a call (a hook, retain_grad()), and "
-                f"{len(used)} outputs of the same call take part in the backward: how one depends on another is known to "
-                "the workers only. Look at it inside the module, or let one output take part"
+                f"{len(used)} outputs of the same call take part in the backward: how one depends on another is known "
+                "to the workers only. Look at it inside the module, or let one output take part"
             )
         wanted = [i for i, need in enumerate(needs) if need]
         if not full and not wanted:
@@ -343,63 +343,3 @@ def _joined(grads: list[Tensor | None], sizes: Sequence[int], kind: str, dim: in
         shape[dim] = size
         whole.append(known[0].new_zeros(shape) if grad is None else grad)
     return whole[0] if len(whole) == 1 else torch.cat(whole, dim)
-
-
-class _Anchor(torch.autograd.Function):
-    """The node of a call; runs after all of its outputs' nodes."""
-
-    @staticmethod
-    def forward(ctx: Any, call: RemoteCall, theta: Tensor, *edges: Tensor) -> Tensor:
-        ctx.call = call
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        no_double_backward()
-        call: RemoteCall = ctx.call
-        full = torch._C._will_engine_execute_node(call.theta_node)  # type: ignore[attr-defined]
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
-        return (None, None, *call.run_backward(keep, full, ctx.needs_input_grad[2:]))
-
-
-class _Output(torch.autograd.Function):
-    """The joined value of a leaf, or a stand-in for it: stashes its gradient with the call."""
-
-    @staticmethod
-    def forward(ctx: Any, call: RemoteCall, leaf: int, token: Tensor, real: bool) -> Tensor:
-        ctx.call, ctx.leaf, ctx.whole = call, leaf, True
-        return call.value(leaf) if real else torch.zeros((), dtype=getattr(torch, call.kind(leaf).dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        no_double_backward()
-        ctx.call.stash(ctx.leaf, grad)
-        return None, None, torch.zeros(()), None
-
-
-class _Shard(torch.autograd.Function):
-    """One replica's value of a leaf."""
-
-    @staticmethod
-    def forward(ctx: Any, call: RemoteCall, leaf: int, rank: int, token: Tensor, value: Tensor) -> Tensor:
-        ctx.call, ctx.leaf, ctx.rank, ctx.whole = call, leaf, rank, False
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        no_double_backward()
-        ctx.call.stash_shard(ctx.leaf, ctx.rank, grad)
-        return None, None, None, torch.zeros(()), None
-
-
-class RemoteLink(torch.autograd.Function):
-    """A leaf of an earlier call as an input of a later one: its gradient stays on the workers."""
-
-    @staticmethod
-    def forward(ctx: Any, call: RemoteCall, token: Tensor) -> Tensor:
-        ctx.call = call
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return None, torch.zeros(())

@@ -2,8 +2,8 @@
 
 Runs on the driver. Nothing crosses until somebody looks: any Python-level look at the values fetches them once, with
 the graph attached, so that a loss computed on the driver trains the workers' model. These stay remote and move no
-data: `detach()`; 0-dim floats times or divided by numbers, added, in place or not, or under `mean()` and `sum()`; a leaf
-fed to another call.
+data: `detach()`; 0-dim floats times or divided by numbers, added, in place or not, or under `mean()` and `sum()`; a
+leaf fed to another call.
 
 To C++ the object is an empty tensor that requires grad, so a gradient that would go past us fails loudly; code that
 takes tensors below Python (a torch.autograd.Function, a scripted function, vmap) is given `.fetch()`.
@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .arithmetic import IN_PLACE, linear, through
 from .errors import UnsupportedError
 from .graph import Substitute, reaches_another, wide
 from .looks import EXPOSING, LOOKS
 from .program import LeafKind
-from .scalar import Box, Term, constant
+from .scalar import Box, Term
 from .source import Source
-
-NUMBERS = (int, float, bool)
 
 
 class RemoteTensor(torch.Tensor):
@@ -51,7 +50,7 @@ class RemoteTensor(torch.Tensor):
     _exposed: bool  # the values may have been changed without a trace
 
     @staticmethod
-    def __new__(cls, dtype: torch.dtype, device: torch.device, guard: bool) -> RemoteTensor:
+    def __new__(cls, dtype: torch.dtype, device: torch.device, guard: bool) -> RemoteTensor:  # noqa: D102
         made: RemoteTensor = torch.Tensor._make_wrapper_subclass(
             cls, (0,), dtype=dtype, device=device, requires_grad=guard
         )
@@ -195,7 +194,7 @@ class RemoteTensor(torch.Tensor):
             if func in _ENGINE:
                 return _engine(func, args, kwargs)
             if not kwargs:
-                found = _written(func, args) if func in _IN_PLACE else _expression(func, args)
+                found = _written(func, args) if func in IN_PLACE else _expression(func, args)
                 if found is not NotImplemented:
                     return found
             if func in EXPOSING:
@@ -243,26 +242,11 @@ def has_mean(kind: LeafKind) -> bool:
 # ---- expressions of scalars
 
 T = torch.Tensor
-_ADD = (T.add, T.__add__, T.__radd__, T.sub, T.__sub__, T.__rsub__, torch.add, torch.sub)
-_MULTIPLY = (T.mul, T.__mul__, T.__rmul__, torch.mul)
-_DIVIDE = (T.div, T.__truediv__, T.true_divide, torch.div, torch.true_divide)
-_ONE = (T.neg, T.__neg__, torch.neg, T.mean, T.sum, torch.mean, torch.sum, T.clone, torch.clone)
-_LINEAR = frozenset((*_ADD, *_MULTIPLY, *_DIVIDE, *_ONE))
-_IN_PLACE: dict[Any, Callable[..., Any]] = {
-    T.__iadd__: T.add,
-    T.add_: T.add,
-    T.__isub__: T.sub,
-    T.sub_: T.sub,
-    T.__imul__: T.mul,
-    T.mul_: T.mul,
-    T.__itruediv__: T.div,
-    T.div_: T.div,
-}
 
 
 def _expression(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """The result as another remote scalar where it is linear in them and all else are plain numbers."""
-    parts = _linear(func, args)
+    parts = linear(func, args)
     if parts is None:
         return NotImplemented
     term, handle = parts
@@ -274,7 +258,7 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """An in-place operation on an unfetched scalar, whose memory gets another term."""
     self = args[0]
     lazy = isinstance(self, RemoteTensor) and self._box is not None and self._box.real is None
-    parts = _linear(_IN_PLACE[func], args) if lazy and not self._watched else None
+    parts = linear(IN_PLACE[func], args) if lazy and not self._watched else None
     if parts is None or parts[1].dtype != self.dtype:
         return NotImplemented
     term, handle = parts
@@ -287,63 +271,6 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         self.handle()
     self._box.term = term
     return self
-
-
-def _linear(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Term, Tensor] | None:
-    """The value and the stand-in of a linear function of remote scalars, None where it is not one."""
-    if func not in _LINEAR or not all(isinstance(x, NUMBERS) or _is_number(x) for x in args):
-        return None
-    if not any(isinstance(x, RemoteTensor) for x in args):
-        return None
-    varying = sum(isinstance(x, Tensor) and _has_graph(x) for x in args)
-    several = func in _MULTIPLY and varying > 1
-    divided = func in _DIVIDE and len(args) == 2 and isinstance(args[1], Tensor) and _has_graph(args[1])
-    if len(args) != (1 if func in _ONE else 2) or several or divided:
-        return None
-    scaling = func in _MULTIPLY or func in _DIVIDE
-    if scaling and any(_unknown(x) and not _has_graph(x) and varying for x in args):
-        return None  # the factor has to be known
-    terms, handles = [], []
-    for x in args:
-        if not isinstance(x, Tensor):
-            terms.append(x)
-            handles.append(x)
-        elif isinstance(x, RemoteTensor) and x._box is not None:
-            terms.append(x._box.snapshot())
-            constant_factor = scaling and not _has_graph(x) and x._box.real is not None
-            handles.append(x._box.real.clone() if constant_factor and x._box.real is not None else _through(x))
-        else:
-            terms.append(constant(x))
-            handles.append(x if x.requires_grad else x.clone())
-    grad = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(grad):
-        return Term(func, *terms), func(*handles)
-
-
-def _is_number(x: Any) -> bool:
-    if isinstance(x, RemoteTensor):
-        return x._box is not None
-    return type(x) is Tensor and x.ndim == 0 and x.device.type == "cpu" and not x.is_inference() and has_float(x)
-
-
-def has_float(x: Tensor) -> bool:
-    """Whether a tensor's values are floats or complex numbers."""
-    return x.is_floating_point() or x.is_complex()
-
-
-def _unknown(x: Any) -> bool:
-    return isinstance(x, RemoteTensor) and x._box is not None and x._box.real is None
-
-
-def _has_graph(x: Tensor) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return x.wants_grad() if isinstance(x, RemoteTensor) else x.requires_grad
-
-
-def _through(x: RemoteTensor) -> Tensor:
-    """Where a gradient with respect to a scalar goes: its stand-in, or its value if that was changed in place."""
-    return x.fetch() if x.is_changed() else x.handle()
 
 
 # ---- backward, hooks, detach
@@ -365,7 +292,7 @@ def _root(x: Any) -> Any:
     """What a gradient comes from or goes to: the stand-in of a scalar, else the value."""
     if not isinstance(x, RemoteTensor):
         return x
-    return _through(x) if x._box is not None else x.fetch()
+    return through(x) if x._box is not None else x.fetch()
 
 
 def _points(tree: Any) -> Any:
@@ -376,17 +303,18 @@ def _check_inputs(roots: Sequence[Any], inputs: Any) -> None:
     for x in pytree.tree_leaves(inputs):
         if getattr(x, "is_remote_parameter", False):
             raise UnsupportedError(
-                "gradients with respect to parameters of the remote model arrive in their .grad by loss.backward(); for "
-                "torch.autograd.grad compute them on the workers with model.run"
+                "gradients with respect to parameters of the remote model arrive in their .grad by loss.backward(); "
+                "for torch.autograd.grad compute them on the workers with model.run"
             )
-        if isinstance(x, RemoteTensor) and x._call is not None and x._differentiable():
-            if x._fed or reaches_another(roots, x._call, x._leaf):
-                raise UnsupportedError(_PARTIAL)
+        if not (isinstance(x, RemoteTensor) and x._call is not None and x._differentiable()):
+            continue
+        if x._fed or reaches_another(roots, x._call, x._leaf):
+            raise UnsupportedError(_PARTIAL)
 
 
 _PARTIAL = (
-    "the gradient of this output is known to the workers only, in part: another call took it, or other outputs of the same "
-    "call take part in the backward. Give .fetch() of it to the call, set the hook before the call, or look at the "
+    "the gradient of this output is known to the workers only, in part: another call took it, or other outputs of the "
+    "same call take part in the backward. Give .fetch() of it to the call, set the hook before the call, or look at the "
     "gradient inside the module"
 )
 

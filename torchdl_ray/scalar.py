@@ -1,7 +1,7 @@
 """Remote numbers: the values of 0-dim outputs, and linear expressions of them, that nobody has looked at yet.
 
-Runs on the driver. A number comes home with the reply of the call that made it, so nothing is sent for it; a `Term` says
-how it is computed from such numbers. Nothing here knows of gradients: those go through the handles of remote_tensor.py.
+Runs on the driver. A number comes home with the reply of the call that made it, so nothing is sent for it; a `Term`
+says how it is computed from such numbers. Nothing here knows of gradients: those go through the handles of remote_tensor.py.
 
 Invariant: a term never changes its value; an in-place operation puts another term into the `Box` that several tensors
 may share, as they would share memory. Terms hold no call alive on the workers.
@@ -63,7 +63,7 @@ class Term:
                 known = self._source.is_known(self._arguments[0])
             else:
                 terms = [a for a in self._arguments if isinstance(a, Term)]
-                known = all([t._settle(seen, compute) for t in terms])
+                known = all([t._settle(seen, compute) for t in terms])  # noqa: C419 - each of them
                 self.depth = 1 + max((t.depth for t in terms), default=-1)
             if known and compute:
                 self.value()

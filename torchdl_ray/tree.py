@@ -23,10 +23,10 @@ import torch
 
 from .containers import Replicated, Spec, collapse, flatten, paths, replicate, unflatten, walk
 from .errors import ArgumentError, GatherError, ScatterError
-from .wire import from_wire, pack, to_wire, unpack
+from .wire import check_sendable, from_wire, pack, to_wire, unpack
 
 __all__ = ["Plan", "Replicated", "Spec", "cut", "flatten", "from_wire", "gather", "join_leaf", "join_pieces", "joins"]
-__all__ += ["pack", "paths", "plan", "replicate", "scatter", "to_wire", "unflatten", "unpack"]
+__all__ += ["check_sendable", "pack", "paths", "plan", "replicate", "scatter", "to_wire", "unflatten", "unpack"]
 
 LeafRole = Literal["cut", "list_cut", "remote", "same_tensor", "object"]
 

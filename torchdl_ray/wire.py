@@ -36,12 +36,7 @@ def to_wire(tensor: torch.Tensor, *, copy: bool = False) -> WireTensor:
     Raises:
         ArgumentError: the tensor is sparse, quantized, nested, or on the meta device.
     """
-    kind = _unsendable(tensor)
-    if kind is not None:
-        raise ArgumentError(
-            f"a {kind} tensor (dtype {tensor.dtype}) cannot travel to the workers; dense tensors with data can. "
-            "Convert it first (to_dense(), dequantize(), to_padded_tensor()), or create it inside the module."
-        )
+    check_sendable(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
     order = _memory_order(plain)
     dense = plain.permute(order).contiguous()
@@ -101,6 +96,16 @@ class _Unlocked:
         self.array = array
         interface = array.__array_interface__
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def check_sendable(tensor: torch.Tensor) -> None:
+    """Raise ArgumentError for a tensor that `to_wire` refuses."""
+    kind = _unsendable(tensor)
+    if kind is not None:
+        raise ArgumentError(
+            f"a {kind} tensor (dtype {tensor.dtype}) cannot travel to the workers; dense tensors with data can. "
+            "Convert it first (to_dense(), dequantize(), to_padded_tensor()), or create it inside the module."
+        )
 
 
 def _unsendable(tensor: torch.Tensor) -> str | None:
