@@ -448,9 +448,9 @@ def test_a_list_of_dicts_with_one_entry_per_row(workers):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda out: [row for row in out],  # of equal shapes: columns or rows?
+        lambda out: list(out),  # of equal shapes: columns or rows?
         lambda out: [row.sum() for row in out],
-        lambda out: {"boxes": [row for row in out]},
+        lambda out: {"boxes": list(out)},
         lambda out: {"boxes": [{"box": row[:k]} for k, row in enumerate(out)]},
     ],
 )

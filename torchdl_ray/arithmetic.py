@@ -70,7 +70,8 @@ def linear(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Term, Tenso
 def _is_number(x: Any) -> bool:
     if box_of(x) is not None:
         return True
-    return type(x) is Tensor and x.ndim == 0 and x.device.type == "cpu" and not x.is_inference() and has_float(x)
+    plain = type(x) is Tensor and x.ndim == 0 and x.device.type == "cpu"
+    return plain and not x.is_inference() and has_float(x)
 
 
 def box_of(x: Any) -> Any:
@@ -90,7 +91,7 @@ def _unknown(x: Any) -> bool:
 def _has_graph(x: Any) -> bool:
     if not torch.is_grad_enabled():
         return False
-    return x.requires_grad if box_of(x) is None else x.wants_grad()
+    return bool(x.requires_grad if box_of(x) is None else x.wants_grad())
 
 
 def through(x: Any) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from . import tree
 from .calls import describe
 from .errors import ArgumentError, GatherError
-from .graph import RemoteLink, wide
+from .graph import RemoteLink, apply, wide
 from .layout import Layout, ShardPlan
 from .program import Autocast, CallResult, Cut, Forward, RandomKey, Remote, Same, ShardData, Structure
 from .reading import Reading, read, told
@@ -246,7 +246,7 @@ class Caller:
                 marks.append(leaf)
 
         def edges() -> list[Tensor]:
-            return [RemoteLink.apply(*value) if s.call is not None else value for _, s, value in inputs]
+            return [apply(RemoteLink, *value) if s.call is not None else value for _, s, value in inputs]
 
         return marks, common, inputs, edges
 

@@ -289,8 +289,8 @@ class Calls:
                 return None
             grad = tree.from_wire(seed.source, output.device).to(output.dtype)
             return grad * piece.weight if seed.weighted else grad
-        grad = arrived[seed.source.index] if isinstance(seed.source, Cut) else self.links.get(seed.source)
-        if grad is None:
+        kept = arrived[seed.source.index] if isinstance(seed.source, Cut) else self.links.get(seed.source)
+        if kept is None:
             return None
         if len(call.pieces) == 1:
             return grad.to(output.dtype)

@@ -33,6 +33,12 @@ def no_double_backward() -> None:
         )
 
 
+def apply(function: Any, *args: Any) -> Tensor:
+    """`function.apply(*args)`, typed."""
+    made: Tensor = function.apply(*args)
+    return made
+
+
 class Substitute(torch.autograd.Function):
     """A value in place of its stand-in, sharing the value's memory; the gradient goes on to the stand-in."""
 
@@ -41,7 +47,7 @@ class Substitute(torch.autograd.Function):
         return value.new_empty(()).set_(value)  # type: ignore[call-overload,no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: D102
         return grad, None
 
 
@@ -50,13 +56,13 @@ def reaches_another(roots: Sequence[Any], call: Any, leaf: int) -> bool:
     depend on it on the workers. Nodes of outputs carry `call`, `leaf` and `whole` (see remote_call.py).
     """
     seen: set[Any] = set()
-    rest = [x.grad_fn for x in roots if isinstance(x, Tensor) and x.grad_fn is not None]
+    rest: list[Any] = [x.grad_fn for x in roots if isinstance(x, Tensor) and x.grad_fn is not None]
     while rest:
         node = rest.pop()
         if node in seen:
             continue
         seen.add(node)
-        if getattr(node, "call", None) is call and hasattr(node, "leaf") and not (node.whole and node.leaf == leaf):
+        if getattr(node, "call", None) is call and hasattr(node, "leaf") and not (getattr(node, "whole", False) and node.leaf == leaf):
             return True
         rest += [following for following, _ in node.next_functions if following is not None]
     return False
@@ -71,11 +77,11 @@ class Anchor(torch.autograd.Function):
         return torch.zeros(())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: D102
         no_double_backward()
         call = ctx.call
-        full = torch._C._will_engine_execute_node(call.theta_node)  # type: ignore[attr-defined]
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+        full = torch._C._will_engine_execute_node(call.theta_node)
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
         return (None, None, *call.run_backward(keep, full, ctx.needs_input_grad[2:]))
 
 
@@ -88,7 +94,7 @@ class Output(torch.autograd.Function):
         return call.value(leaf) if real else torch.zeros((), dtype=getattr(torch, call.kind(leaf).dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: D102
         no_double_backward()
         ctx.call.stash(ctx.leaf, grad)
         return None, None, torch.zeros(()), None
@@ -103,7 +109,7 @@ class Shard(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: D102
         no_double_backward()
         ctx.call.stash_shard(ctx.leaf, ctx.rank, grad)
         return None, None, None, torch.zeros(()), None
@@ -118,5 +124,5 @@ class RemoteLink(torch.autograd.Function):
         return torch.zeros(())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: D102
         return None, torch.zeros(())

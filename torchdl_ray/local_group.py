@@ -100,7 +100,7 @@ class LocalCollective:
     """Reductions among the threads of a `LocalGroup`."""
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
-        self.meeting, self.rank, self.size = meeting, rank, meeting.size
+        self.meeting, self.rank, self.size, self.note = meeting, rank, meeting.size, ""
         self._number = 0
 
     def _start(self, tensors: Sequence[Tensor]) -> int:

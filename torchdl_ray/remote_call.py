@@ -25,7 +25,7 @@ from . import tree
 from .answer import Answer
 from .entries import Pending
 from .errors import BackwardError, UnsupportedError
-from .graph import Anchor, Output, Shard
+from .graph import Anchor, Output, Shard, apply
 from .program import Backward, CallResult, Cut, Describe, Fetch, LeafKind, Link, Seed, Structure
 from .reading import Reading
 from .stream import Stream
@@ -115,8 +115,7 @@ class RemoteCall:
 
     def anchor(self, edges: Sequence[Tensor]) -> Tensor:
         """The token that all differentiable outputs hang on."""
-        token: Tensor = Anchor.apply(self, self.theta, *edges)
-        return token
+        return apply(Anchor, self, self.theta, *edges)
 
     # ---- what is known of the outputs
 
@@ -198,22 +197,20 @@ class RemoteCall:
         """See `remote_tensor.Source`."""
         if token is None or not self.kind(leaf).requires_grad:
             return self.value(leaf)
-        made: Tensor = Output.apply(self, leaf, token, True)
-        return made
+        return apply(Output, self, leaf, token, True)
 
     def stand_in(self, leaf: int, token: Tensor) -> Tensor:
         """See `remote_tensor.Source`."""
         if not (self.grad and self.kind(leaf).requires_grad):
             return torch.zeros((), dtype=getattr(torch, self.kind(leaf).dtype))
-        made: Tensor = Output.apply(self, leaf, token, False)
-        return made
+        return apply(Output, self, leaf, token, False)
 
     def shards(self, leaf: int, token: Tensor | None) -> list[Tensor]:
         """See `remote_tensor.Source`."""
         parts = self.parts(leaf)
         if token is None or not self.kind(leaf).requires_grad:
             return parts
-        return [Shard.apply(self, leaf, rank, token, part) for rank, part in zip(self.ranks(), parts, strict=True)]
+        return [apply(Shard, self, leaf, rank, token, part) for rank, part in zip(self.ranks(), parts, strict=True)]
 
     # ---- gradients
 

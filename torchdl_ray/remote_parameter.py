@@ -324,7 +324,8 @@ class Parameters:
             tensor.__class__ = nn.Parameter if isinstance(tensor, RemoteParameter) else Tensor
             del tensor._place
         for name, grad in grads.items():
-            self.parameters[name].grad = grad
+            if not self.parameters[name].is_meta:
+                self.parameters[name].grad = grad.to(self.parameters[name].device)
 
     def _present_grads(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.parameters:

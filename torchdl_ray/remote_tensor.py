@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from .arithmetic import IN_PLACE, linear, through
 from .errors import UnsupportedError
-from .graph import Substitute, reaches_another, wide
+from .graph import Substitute, apply, reaches_another, wide
 from .looks import EXPOSING, LOOKS
 from .program import LeafKind
 from .scalar import Box, Term
@@ -86,7 +86,7 @@ class RemoteTensor(torch.Tensor):
             with wide():
                 if self._box is not None:
                     real, handle = self._box.look(), self.handle()
-                    self._value = Substitute.apply(handle, real) if handle.requires_grad else real
+                    self._value = apply(Substitute, handle, real) if handle.requires_grad else real
                 elif self._original is not None:
                     self._value = self._original.fetch().detach()
                 else:
@@ -203,7 +203,7 @@ class RemoteTensor(torch.Tensor):
         return func(*values[0], **values[1])
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
@@ -285,7 +285,8 @@ def _backward(self: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, Any])
     gradient = kwargs.get("gradient")
     if isinstance(gradient, RemoteTensor):
         kwargs = {**kwargs, "gradient": gradient.fetch()}
-    return T.backward(root, *[a.fetch() if isinstance(a, RemoteTensor) else a for a in args[1:]], **kwargs)
+    back: Any = T.backward
+    return back(root, *[a.fetch() if isinstance(a, RemoteTensor) else a for a in args[1:]], **kwargs)
 
 
 def _root(x: Any) -> Any:
@@ -314,8 +315,8 @@ def _check_inputs(roots: Sequence[Any], inputs: Any) -> None:
 
 _PARTIAL = (
     "the gradient of this output is known to the workers only, in part: another call took it, or other outputs of the "
-    "same call take part in the backward. Give .fetch() of it to the call, set the hook before the call, or look at the "
-    "gradient inside the module"
+    "same call take part in the backward. Give .fetch() of it to the call, set the hook before the call, or look at "
+    "the gradient inside the module"
 )
 
 
@@ -383,7 +384,7 @@ _SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     torch.detach: _detach,
     T.register_hook: _watch(T.register_hook),
     T.retain_grad: _watch(T.retain_grad),
-    T.grad.__get__: _grad,  # type: ignore[attr-defined]
+    T.grad.__get__: _grad,  # type: ignore[union-attr]
     T.retains_grad.__get__: _retains,  # type: ignore[attr-defined]
 }
 _ENGINE = frozenset((torch.autograd.backward, torch.autograd.grad))

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import tree
 from .containers import Spec
 from .errors import GatherError
-from .graph import Shard, wide
+from .graph import Shard, apply, wide
 from .program import CallResult, Fetch, Structure
 from .remote_call import RemoteCall
 
@@ -67,8 +67,8 @@ def is_per_row(call: RemoteCall, structure: Structure, sizes: Sequence[int]) -> 
             return True
         raise GatherError(
             f"{path} is a list of {sizes[0]} values from shards of {sizes[0]} rows each: one entry per row, or one "
-            "value of all rows in each entry? Return a tuple for the latter; for the former stack the entries to one tensor, "
-            "or return the list alone, as the whole output, with entries of different sizes"
+            "value of all rows in each entry? Return a tuple for the latter; for the former stack the entries to one "
+            "tensor, or return the list alone, as the whole output, with entries of different sizes"
         )
     return False
 
@@ -100,11 +100,14 @@ def join_rows(
             if not kind.tensor:
                 leaves.append(objects.get(k))
                 continue
-            found = scalars[k] if kind.ndim == 0 else pending[k].wait("the entries of a list of outputs")[rank]
-            part = call.answer.scalar(kind, found) if kind.ndim == 0 else tree.from_wire(found, call.device)
+            part = (
+                call.answer.scalar(kind, scalars[k])
+                if kind.ndim == 0
+                else tree.from_wire(pending[k].wait("the entries of a list of outputs")[rank], call.device)
+            )
             if token is not None and kind.requires_grad:
                 with wide():
-                    part = Shard.apply(call, k, rank, token, part)
+                    part = apply(Shard, call, k, rank, token, part)
             leaves.append(part)
         per_entry = entry.num_leaves
         joined += [

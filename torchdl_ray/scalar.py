@@ -1,7 +1,8 @@
 """Remote numbers: the values of 0-dim outputs, and linear expressions of them, that nobody has looked at yet.
 
 Runs on the driver. A number comes home with the reply of the call that made it, so nothing is sent for it; a `Term`
-says how it is computed from such numbers. Nothing here knows of gradients: those go through the handles of remote_tensor.py.
+says how it is computed from such numbers. Nothing here knows of gradients: those go through the handles of
+remote_tensor.py.
 
 Invariant: a term never changes its value; an in-place operation puts another term into the `Box` that several tensors
 may share, as they would share memory. Terms hold no call alive on the workers.
