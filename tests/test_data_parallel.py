@@ -44,7 +44,7 @@ def test_wrong_arguments_raise_before_a_cluster_is_started(options, message):
 
 
 def test_what_is_no_module_is_refused():
-    with pytest.raises(ArgumentError, match="nn.Module"):
+    with pytest.raises(ArgumentError, match=r"nn\.Module"):
         DataParallel(lambda x: x, 1, backend="local")
     with local(nn.Linear(2, 2)) as model, pytest.raises(ArgumentError, match="already"):
         local(model)
@@ -174,7 +174,10 @@ def test_other_methods_are_as_exact():
 
 def gan(generator, discriminator):
     torch.manual_seed(0)
-    generators = [torch.optim.Adam(generator.parameters(), lr=0.01), torch.optim.Adam(discriminator.parameters(), lr=0.01)]
+    generators = [
+        torch.optim.Adam(generator.parameters(), lr=0.01),
+        torch.optim.Adam(discriminator.parameters(), lr=0.01),
+    ]
     losses = []
     for _ in range(4):
         real, noise = torch.randn(8, 3, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)

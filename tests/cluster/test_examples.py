@@ -25,11 +25,12 @@ def run(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=110,  # seconds, below the limit of the test
+        timeout=200,  # seconds, below the limit of the test
     )
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_example(example: str):
     done = run(example, *(["--num-workers", "2"] if example == "train_digits.py" else []))

@@ -1,4 +1,4 @@
-"""Promise 1: loss and gradients equal those of one process on the whole batch. Expected values: arithmetic, plain PyTorch."""
+"""Loss and gradients equal those of one process on the whole batch. Expected: arithmetic on paper, plain PyTorch."""
 
 import copy
 
