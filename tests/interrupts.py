@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchdl_ray import DataParallel, data_parallel
+from torchdl_ray import DataParallel, workforce
 from torchdl_ray.local_group import LocalGroup
 
 
@@ -100,10 +101,9 @@ class Loop:
         torch.manual_seed(0)
         self.group = Interrupted(LocalGroup(workers))
         with monkeypatch.context() as patch:
-            patch.setattr(data_parallel, "open_group", lambda *args: self.group)
-            self.model = DataParallel(Shaky(), workers)
+            patch.setattr(workforce, "LocalGroup", lambda *args: self.group)
+            self.model = DataParallel(Shaky(), workers, backend="local")
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.num_interrupts = 0
         for step in range(4):
             self.step(100 + step)
 
@@ -117,22 +117,19 @@ class Loop:
         loss.backward()
         return loss
 
-    def finish(self, loss: Tensor) -> float:
-        self.update()
-        return self.insist(loss.item)
-
-    def update(self) -> None:
-        """Step once, however often it is interrupted."""
+    def finish(self, loss: Tensor, interrupt: Any = contextlib.nullcontext()) -> float:
+        """Step once and read the loss, however often that is interrupted; `interrupt` is around the user's verbs."""
         before = self.model.version
         while self.model.version == before:
-            self.insist(self.optimizer.step, again=False)
+            self.insist(self.optimizer.step, interrupt, again=False)
+        return self.insist(loss.item, interrupt)
 
-    def insist(self, do: Callable[[], Any], again: bool = True) -> Any:
+    def insist(self, do: Callable[[], Any], interrupt: Any, again: bool = True) -> Any:
         while True:
             try:
-                return do()
+                with interrupt:
+                    return do()
             except KeyboardInterrupt:
-                self.num_interrupts += 1
                 if not again:
                     return None
 

@@ -59,6 +59,7 @@ FLOORS = {
     "looks": 2,
     "graph": 2,
     "answer": 6,
+    "norm": 6,
     "row_list": 6,
     "remote_tensor": 6,
     "remote_call": 6,

@@ -1,8 +1,8 @@
 """Ways to use a model's output: each beside plain PyTorch, with the same values and gradients, or with a clear error.
 
-A case is a function of a `Side`. It runs once on the plain module and once on the remote one, with one worker (bits have
-to be the same) and with three workers that get 3, 2 and 2 rows. What it returns, and the gradients of all parameters, of
-the inputs and of the driver's own layers are compared.
+A case is a function of a `Side`. It runs once on the plain module and once on the remote one, with one worker (bits
+have to be the same) and with three workers that get 3, 2 and 2 rows. What it returns, and the gradients of all
+parameters, of the inputs and of the driver's own layers are compared.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ LOOKS: dict[str, Callable[[Any, Side], Any]] = {
     "max": lambda o, s: o.max(),
     "builtin max": lambda o, s: max(o[:, 0]),
     "max dim": lambda o, s: o.max(1),
-    "max dim unpacked": lambda o, s: [part for part in o.max(dim=1)],
+    "max dim unpacked": lambda o, s: list(o.max(dim=1)),
     "torch.maximum": lambda o, s: torch.maximum(s.w, o),
     "argmax": lambda o, s: o.argmax(1),
     "topk": lambda o, s: o.topk(2),
@@ -384,7 +384,7 @@ LOOKS: dict[str, Callable[[Any, Side], Any]] = {
     "tolist": lambda o, s: o.tolist(),
     "item": lambda o, s: o[0, 0].item(),
     "float int bool": lambda o, s: [float(o[0, 0]), int(o[0, 1] * 10), bool(o[0, 0] > 0)],
-    "f-string": lambda o, s: [f"{o[0, 0]:.4f}", f"{o.detach().sum():.3f}", "%.3f" % o.sum()],
+    "f-string": lambda o, s: [f"{o[0, 0]:.4f}", f"{o.detach().sum():.3f}", "%.3f" % o.sum()],  # noqa: UP031
     "repr": lambda o, s: repr(o.detach()),
     "str": lambda o, s: str(o.detach()),
     "dlpack": lambda o, s: torch.from_dlpack(o.detach()),
@@ -537,7 +537,7 @@ SCALARS: dict[str, Callable[[Any, Side], Any]] = {
     "compare": lambda a, s: [a > 0, a > 1, a == a],
     "if": lambda a, s: "low" if a < 0.5 else "high",
     "f-string": lambda a, s: f"{a:.6f} {a.item():.3f}",
-    "percent": lambda a, s: "%.6f" % a,
+    "percent": lambda a, s: "%.6f" % a,  # noqa: UP031
     "math.isnan": lambda a, s: [math.isnan(a), math.exp(a) > 0],
     "round": lambda a, s: round(a.item(), 6),
     "torch.isfinite": lambda a, s: torch.isfinite(a),

@@ -43,6 +43,11 @@ class Answer:
         assert self.structure is not None
         return self.structure.leaves[leaf]
 
+    def dim(self, leaf: int) -> int:
+        """Along which dimension a leaf has its rows."""
+        assert self.reading is not None
+        return self.reading.dims[leaf]
+
     def ranks(self) -> list[int]:
         """The ranks that had rows."""
         return [r for r, size in enumerate(self.sizes) if size]

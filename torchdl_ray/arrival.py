@@ -50,15 +50,15 @@ def _initialise(module: nn.Module, device: torch.device, seed: int) -> None:
         reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
         if reset is None:
             raise UnsupportedError(
-                f"module '{name}' ({type(part).__name__}) came from the meta device and has no reset_parameters(), so the "
-                "workers cannot initialise it; give it one, or build it on a real device"
+                f"module '{name}' ({type(part).__name__}) came from the meta device and has no reset_parameters(), so "
+                "the workers cannot initialise it; give it one, or build it on a real device"
             )
         reset()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().any()):
             raise UnsupportedError(
-                f"'{name}' came from the meta device and is still undefined after reset_parameters() of its module; set it "
-                "there, or build the module on a real device"
+                f"'{name}' came from the meta device and is still undefined after reset_parameters() of its module; set "
+                "it there, or build the module on a real device"
             )
 
 

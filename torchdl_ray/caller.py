@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from ray import cloudpickle
 from torch import Tensor, nn
@@ -138,9 +139,6 @@ class Caller:
             self.stream.level(self.model)
         kind = self.kinds.setdefault(self._key(method, modes, grad, plan), Kind())
         expected = None if self.options.dynamic_output else kind.trusted
-        for leaf, role in zip(plan.leaves, plan.kind, strict=True):
-            if role in ("cut", "same_tensor") and isinstance(leaf, Tensor):
-                tree.check_sendable(leaf)
         marks, common, inputs, edges = self._marks(plan, grad)
         payload = self._payload(plan, shards, marks, common)
         number = self.stream.new_id()
@@ -200,7 +198,11 @@ class Caller:
         if found is None:
             return None
         call, number, _ = found
-        if not isinstance(call, RemoteCall) or call.stream is not self.stream or call.dim(number) != self.options.dim:
+        if (
+            not isinstance(call, RemoteCall)
+            or call.stream is not self.stream
+            or call.answer.dim(number) != self.options.dim
+        ):
             return None
         return call.rows() if call.joins(number) else None
 
@@ -209,11 +211,10 @@ class Caller:
             return None
         with torch.no_grad():
             weights = self.options.loss_weight(*args, **kwargs)
-        found = weights.tolist() if isinstance(weights, Tensor) else list(weights)
-        if len(found) != rows or any(isinstance(w, list) for w in found):
-            raise ArgumentError(
-                f"loss_weight returned {len(found)} weights for a batch of {rows} rows; expected one number per row"
-            )
+        found = weights.tolist() if isinstance(weights, Tensor | np.ndarray) else weights
+        if not isinstance(found, Sequence) or len(found) != rows or any(isinstance(w, Sequence) for w in found):
+            what = f"shape {list(weights.shape)}" if isinstance(weights, Tensor | np.ndarray) else repr(weights)[:80]
+            raise ArgumentError(f"loss_weight returned {what} for a batch of {rows} rows; expected one number per row")
         return [float(w) for w in found]
 
     def _marks(
@@ -224,6 +225,9 @@ class Caller:
         common: list[Any] = []
         inputs: list[tuple[int, Input, Any]] = []
         num_cut = 0
+        for leaf, kind in zip(plan.leaves, plan.kind, strict=True):
+            if kind in ("cut", "same_tensor") and isinstance(leaf, Tensor):
+                tree.check_sendable(leaf)
         for i, (leaf, kind) in enumerate(zip(plan.leaves, plan.kind, strict=True)):
             wants = grad and isinstance(leaf, Tensor) and not isinstance(leaf, RemoteTensor) and leaf.requires_grad
             if kind in ("cut", "list_cut"):
@@ -269,9 +273,9 @@ class Caller:
     # ---- outputs
 
     def _waited(self, call: RemoteCall, token: Tensor | None, kind: Kind) -> Any:
-        results = call.results()
+        results = call.answer.results()
         structures = [r.structure for r in results if r.structure is not None]
-        first, sizes = structures[0], [call.sizes[r] for r in call.ranks()]
+        first, sizes = structures[0], [call.sizes[r] for r in call.answer.ranks()]
         alike = all(s == first for s in structures)
         longest = max(structures, key=lambda s: len(s.leaves))
         call.learn(longest, self._reading(longest))
@@ -287,7 +291,7 @@ class Caller:
         if not alike:
             other = next(s for s in structures if s != first)
             raise GatherError(
-                f"the replicas returned different structures: {describe(first)} on rank {call.ranks()[0]}, and "
+                f"the replicas returned different structures: {describe(first)} on rank {call.answer.ranks()[0]}, and "
                 f"{describe(other)} on another; only a list with one entry per row, which is the whole output, may "
                 "differ. Return the same structure for every shard, or call model.run"
             )
@@ -295,26 +299,26 @@ class Caller:
         return self._outputs(call, token, results)
 
     def _outputs(self, call: RemoteCall, token: Tensor | None, results: Sequence[CallResult] | None) -> Any:
-        assert call.structure is not None
+        assert call.answer.structure is not None
         objects = [cloudpickle.loads(r.objects) if r.objects else {} for r in results or ()]
         leaves: list[Any] = []
-        for k, leaf in enumerate(call.structure.leaves):
+        for k, leaf in enumerate(call.answer.structure.leaves):
             if leaf.tensor:
                 leaves.append(RemoteTensor.of(call, k, token, self.options.output_device))
             elif leaf.dtype == "None":
                 leaves.append(None)
             else:
                 leaves.append(self._object(call, k, [o[k] for o in objects]))
-        return tree.unflatten(call.structure.spec, leaves)
+        return tree.unflatten(call.answer.structure.spec, leaves)
 
     def _object(self, call: RemoteCall, leaf: int, values: list[Any]) -> Any:
         """One value of objects that are no tensors, by the rules for tensors."""
-        assert call.structure is not None
-        assert call.reading is not None
-        ranks = call.ranks()
+        assert call.answer.structure is not None
+        assert call.answer.reading is not None
+        ranks = call.answer.ranks()
         sizes, weights = [call.sizes[r] for r in ranks], [call.weights[r] for r in ranks]
-        path = tree.paths(call.structure.spec, "output")[leaf]
-        reduction = call.reading.reduction[leaf]
+        path = tree.paths(call.answer.structure.spec, "output")[leaf]
+        reduction = call.answer.reading.reduction[leaf]
         if len(values) > 1 and all(type(v) in (int, float) for v in values) and len(set(values)) > 1:
             if reduction == "sum":
                 return sum(values)
@@ -322,7 +326,7 @@ class Caller:
                 total = sum(weights)
                 return sum(v * w for v, w in zip(values, weights, strict=True) if w) / (total or 1.0)
         try:
-            return tree.join_leaf(values, sizes, weights, call.dim(leaf), reduction != "sum", path)
+            return tree.join_leaf(values, sizes, weights, call.answer.dim(leaf), reduction != "sum", path)
         except GatherError as error:
             return Shards(values, str(error))
 

@@ -287,10 +287,10 @@ class Calls:
         if isinstance(seed.source, WireTensor):
             if seed.weighted and piece.weight == 0:
                 return None
-            grad = tree.from_wire(seed.source, output.device).to(output.dtype)
-            return grad * piece.weight if seed.weighted else grad
-        kept = arrived[seed.source.index] if isinstance(seed.source, Cut) else self.links.get(seed.source)
-        if kept is None:
+            number = tree.from_wire(seed.source, output.device).to(output.dtype)
+            return number * piece.weight if seed.weighted else number
+        grad = arrived[seed.source.index] if isinstance(seed.source, Cut) else self.links.get(seed.source)
+        if grad is None:
             return None
         if len(call.pieces) == 1:
             return grad.to(output.dtype)

@@ -22,16 +22,15 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from . import optim, program, view
 from .caller import Caller, Options, Reduction
-from .entries import Pending
 from .errors import ArgumentError, BackwardError, OutOfSync, UnsupportedError
 from .layout import Layout
-from .program import LeafKind
+from .norm import Norm
 from .remote_parameter import Parameters, claim
 from .remote_tensor import RemoteTensor
 from .shipping import ship
 from .stream import Stream
 from .tree import flatten
-from .workforce import check_module, check_options, check_shared, open_group
+from .workforce import Wanted, add_model, check_module, check_options, leave, open_stream
 
 logger = logging.getLogger("torchdl_ray")
 
@@ -113,40 +112,34 @@ class DataParallel(nn.Module):
             dim, reduction, out_dims, loss_weight, microbatch_size, torch.device(output_device), seed, dynamic_output
         )
         compiled = isinstance(module, OptimizedModule)
-        module = module._orig_mod if isinstance(module, OptimizedModule) else module
-        claim(module)
-        shipment = ship(module)
-        if workers is not None:
-            check_shared(num_workers, use_gpu, resources_per_worker)
-            stream = workers._stream
-            stream.check_open()
-        else:
-            group = open_group(
-                num_workers, use_gpu, resources_per_worker, backend, name, timeout_s, placement_timeout_s, runtime_env
-            )
-            stream = Stream(group, timeout_s=timeout_s, sync=sync)
-        hold = self.__dict__  # a plain attribute: as a submodule its parameters would get a prefix
+        core: nn.Module = module._orig_mod if isinstance(module, OptimizedModule) else module
+        claim(core)
+        shipment = ship(core)
+        wanted = Wanted(
+            num_workers, use_gpu, resources_per_worker, backend, name, timeout_s, placement_timeout_s, runtime_env
+        )
+        stream = open_stream(wanted, workers._stream if workers is not None else None, sync)
         try:
-            stream.users += 1
-            model = stream.new_id()
-            handle = stream.group.put(shipment)
-            stream.record(
-                program.AddModel, [(handle,)] * stream.group.size, model=model, seed=seed, compiled=compiled
-            )
-            stream.finish()
-            hold["_parameters_hub"] = hub = Parameters(module, stream, model, seed)
-            hold["_stream"], hold["_core"], hold["_model"] = stream, module, model
-            hold["_caller"] = Caller(stream, model, module, hub, Layout(stream.group.size), options)
+            model = add_model(stream, shipment, seed, compiled)
+            hub = Parameters(core, stream, model, seed)
+            caller = Caller(stream, model, core, hub, Layout(stream.group.size), options)
         except BaseException:
-            stream.users -= 1
-            if stream.users <= 0:
-                stream.abandon()
+            leave(stream, finish=False)
             raise
-        hold["_losses"], hold["_name"] = None, name or type(module).__name__
-        hold["_finalizer"] = finalizer = weakref.finalize(self, _let_go, stream, hub)
+        finalizer = weakref.finalize(self, _let_go, stream, hub)
         finalizer.atexit = False
         atexit.register(finalizer)  # last in, first out: before Ray, which was started earlier, ends the workers
-        self.training = module.training
+        self.__dict__.update(  # plain attributes: as a submodule the module's parameters would get a prefix
+            _core=core,
+            _stream=stream,
+            _model=model,
+            _caller=caller,
+            _parameters_hub=hub,
+            _finalizer=finalizer,
+            _losses=None,
+            _name=name or type(core).__name__,
+        )
+        self.training = core.training
 
     # ---- the training loop
 
@@ -222,7 +215,7 @@ class DataParallel(nn.Module):
             error_if_nonfinite=error_if_nonfinite,
         )
         hub.after_backward()
-        return RemoteTensor.of(_Answer(pending), 0, None, torch.device("cpu"))
+        return RemoteTensor.of(Norm(pending), 0, None, torch.device("cpu"))
 
     # ---- the module
 
@@ -361,43 +354,6 @@ class DataParallel(nn.Module):
         return view.html(self._name, self._stream, self._finalizer.alive)
 
 
-class _Answer:
-    """A number that all replicas answer alike, as the source of a RemoteTensor."""
-
-    def __init__(self, pending: Pending) -> None:
-        self.id, self.pending = 0, pending
-
-    def kind(self, leaf: int) -> LeafKind:
-        return LeafKind(True, "float32", 0)
-
-    def shape(self, leaf: int) -> torch.Size:
-        return torch.Size(())
-
-    def is_known(self, leaf: int) -> bool:
-        return self.pending.values is not None
-
-    def numbers(self) -> _Answer:
-        return self
-
-    def watch(self, leaf: int) -> None:
-        pass
-
-    def number(self, leaf: int) -> Tensor:
-        return torch.tensor(self.pending.wait("the gradients' norm")[0], dtype=torch.float32)
-
-    def stand_in(self, leaf: int, token: Tensor) -> Tensor:
-        return torch.zeros(())
-
-    def fetch(self, leaf: int, token: Tensor | None) -> Tensor:
-        return self.number(leaf)
-
-    def shards(self, leaf: int, token: Tensor | None) -> list[Tensor]:
-        return [self.fetch(leaf, token)]
-
-    def rows(self) -> int:
-        return 0
-
-
 def _let_go(stream: Stream, hub: Parameters) -> None:
     """What garbage collection and the end of the process do: as `close`, but a failure is only told."""
     try:
@@ -407,14 +363,12 @@ def _let_go(stream: Stream, hub: Parameters) -> None:
 
 
 def _shut_down(stream: Stream, hub: Parameters) -> None:
-    """Bring the newest values home, wait for what was recorded, and let the workers go if no other model lives there."""
+    """Bring the newest values home, wait for what was recorded, and let the workers go if nobody else is there."""
     try:
         optim.release_optimizers(hub)
         hub.release()
     finally:
-        stream.users -= 1
-        if stream.users <= 0:
-            stream.close()
+        leave(stream, finish=True)
 
 
 optim.install()

@@ -62,7 +62,11 @@ def reaches_another(roots: Sequence[Any], call: Any, leaf: int) -> bool:
         if node in seen:
             continue
         seen.add(node)
-        if getattr(node, "call", None) is call and hasattr(node, "leaf") and not (getattr(node, "whole", False) and node.leaf == leaf):
+        if (
+            getattr(node, "call", None) is call
+            and hasattr(node, "leaf")
+            and not (getattr(node, "whole", False) and node.leaf == leaf)
+        ):
             return True
         rest += [following for following, _ in node.next_functions if following is not None]
     return False
@@ -96,7 +100,7 @@ class Output(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: D102
         no_double_backward()
-        ctx.call.stash(ctx.leaf, grad)
+        ctx.call.stash.add(ctx.leaf, grad)
         return None, None, torch.zeros(()), None
 
 
@@ -111,7 +115,7 @@ class Shard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: D102
         no_double_backward()
-        ctx.call.stash_shard(ctx.leaf, ctx.rank, grad)
+        ctx.call.stash.add_shard(ctx.leaf, ctx.rank, grad)
         return None, None, None, torch.zeros(()), None
 
 

@@ -40,12 +40,12 @@ class _Meeting:
         self.given: dict[int, dict[int, list[Tensor]]] = {}
         self.taken: dict[int, int] = {}
         self.waits: list[int] = []  # the operations that ranks wait for
-        self.open = 0  # messages on their way or under execution
+        self.open = [0] * size  # by rank: messages on their way or under execution
         self.stopped = ""
 
     def is_still(self) -> bool:
         """Whether no rank can go on: each has nothing to do, or waits for a peer that has nothing to do."""
-        return self.open == sum(len(self.given.get(number, {})) < self.size for number in self.waits)
+        return sum(map(bool, self.open)) == sum(len(self.given.get(number, {})) < self.size for number in self.waits)
 
     def give(self, number: int, rank: int, tensors: list[Tensor]) -> None:
         with self.changed:
@@ -184,7 +184,7 @@ class LocalGroup:
         if self._inbox:
             changed = self._meeting.changed
             with changed:
-                self._meeting.open += 1
+                self._meeting.open[rank] += 1
                 self._inbox[rank].put((message, payload))
                 while not self._meeting.is_still() and not self._meeting.stopped:
                     changed.wait(0.1)
@@ -215,7 +215,7 @@ class LocalGroup:
                 reply = self._execute(worker, *item)
             self._answer(reply)
             with self._meeting.changed:
-                self._meeting.open -= 1
+                self._meeting.open[worker.state.rank] -= 1
                 self._meeting.changed.notify_all()
 
     def receive(self, timeout_s: float, arrived: list[Reply | Lost]) -> None:

@@ -14,7 +14,7 @@ Invariant: nodes never point to RemoteTensors, so outputs that the user drops fr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +26,7 @@ from .answer import Answer
 from .entries import Pending
 from .errors import BackwardError, UnsupportedError
 from .graph import Anchor, Output, Shard, apply
-from .program import Backward, CallResult, Cut, Describe, Fetch, LeafKind, Link, Seed, Structure
+from .program import Backward, Cut, Describe, Fetch, LeafKind, Link, Seed, Structure
 from .reading import Reading
 from .stream import Stream
 
@@ -51,6 +51,31 @@ class Input:
     kind: str
     call: RemoteCall | None = None
     leaf: int = 0
+
+
+@dataclass
+class Stash:
+    """Gradients of a call's outputs, kept until its anchor runs: of joined values, of single replicas' values by leaf
+    and rank, and those that a later call's backward left on the workers.
+    """
+
+    seeds: dict[int, Tensor] = field(default_factory=dict)
+    shard_seeds: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    links: list[tuple[int, Link]] = field(default_factory=list)
+
+    def add(self, leaf: int, grad: Tensor) -> None:
+        """Keep a gradient of the joined value."""
+        held = self.seeds.get(leaf)
+        self.seeds[leaf] = grad if held is None else held + grad
+
+    def add_shard(self, leaf: int, rank: int, grad: Tensor) -> None:
+        """Keep a gradient of one replica's value."""
+        held = self.shard_seeds.setdefault(leaf, {}).get(rank)
+        self.shard_seeds[leaf][rank] = grad if held is None else held + grad
+
+    def add_link(self, leaf: int, link: Link) -> None:
+        """Keep a gradient that lies on the workers."""
+        self.links.append((leaf, link))
 
 
 class RemoteCall:
@@ -91,9 +116,7 @@ class RemoteCall:
         self.theta = torch.zeros((), requires_grad=grad)  # stands for all parameters
         self.theta_node = get_gradient_edge(self.theta).node if grad else None
         self._watched: set[int] = set()
-        self._seeds: dict[int, Tensor] = {}
-        self._shard_seeds: dict[int, dict[int, Tensor]] = {}
-        self._links: list[tuple[int, Link]] = []
+        self.stash = Stash()
         self._shapes: list[tuple[tuple[int, ...] | None, ...]] | None = None
 
     def __del__(self) -> None:
@@ -102,16 +125,6 @@ class RemoteCall:
     def learn(self, structure: Structure, reading: Reading, joinable: tuple[bool, ...] | None = None) -> None:
         """Take in what the call returns; `joinable` says of each leaf whether it is rows, None: look at the shapes."""
         self.answer.structure, self.answer.reading, self._joinable = structure, reading, joinable
-
-    @property
-    def structure(self) -> Structure | None:
-        """What the call returns, once it is known."""
-        return self.answer.structure
-
-    @property
-    def reading(self) -> Reading | None:
-        """How its leaves become one value."""
-        return self.answer.reading
 
     def anchor(self, edges: Sequence[Tensor]) -> Tensor:
         """The token that all differentiable outputs hang on."""
@@ -135,21 +148,13 @@ class RemoteCall:
         """See `remote_tensor.Source`."""
         return sum(self.sizes)
 
-    def ranks(self) -> list[int]:
-        """The ranks that had rows."""
-        return self.answer.ranks()
-
-    def results(self) -> list[CallResult]:
-        """What the ranks that had rows told of the call; waits for it."""
-        return self.answer.results()
-
     def shapes(self, leaf: int) -> list[tuple[int, ...]]:
         """The leaf's shape on each rank that had rows; asks the workers once if they did not tell unasked."""
         if self._shapes is None:
-            told = [result.shapes for result in self.results()] if self.answer.told_shapes else [None]
+            told = [result.shapes for result in self.answer.results()] if self.answer.told_shapes else [None]
             if any(shapes is None for shapes in told):
                 asked = self.stream.record(Describe, call=self.id).wait("the shapes of a call's outputs")
-                told = [asked[r] for r in self.ranks()]
+                told = [asked[r] for r in self.answer.ranks()]
             self._shapes = [shapes for shapes in told if shapes is not None]
         return [(shapes[leaf] if leaf < len(shapes) else None) or () for shapes in self._shapes]
 
@@ -157,41 +162,36 @@ class RemoteCall:
         """See `remote_tensor.Source`."""
         if self.kind(leaf).ndim == 0:
             return torch.Size(())
-        shapes, dim = self.shapes(leaf), self.dim(leaf)
+        shapes, dim = self.shapes(leaf), self.answer.dim(leaf)
         if len(shapes) == 1:
             return torch.Size(shapes[0])
-        if not tree.joins(shapes, [self.sizes[r] for r in self.ranks()], dim):
+        if not tree.joins(shapes, [self.sizes[r] for r in self.answer.ranks()], dim):
             self.value(leaf)  # raises, and says why
         whole = list(shapes[0])
         whole[dim] = sum(s[dim] for s in shapes)
         return torch.Size(whole)
-
-    def dim(self, leaf: int) -> int:
-        """Along which dimension the leaf has its rows."""
-        assert self.reading is not None
-        return self.reading.dims[leaf]
 
     def joins(self, leaf: int) -> bool:
         """Whether the leaf is rows that another call may take where they lie."""
         if self._joinable is not None:
             return self._joinable[leaf]
         kind = self.kind(leaf)
-        if not kind.tensor or kind.ndim <= self.dim(leaf):
+        if not kind.tensor or kind.ndim <= self.answer.dim(leaf):
             return False
-        return tree.joins(self.shapes(leaf), [self.sizes[r] for r in self.ranks()], self.dim(leaf))
+        return tree.joins(self.shapes(leaf), [self.sizes[r] for r in self.answer.ranks()], self.answer.dim(leaf))
 
     # ---- values
 
-    def parts(self, leaf: int) -> list[Tensor]:
+    def _parts(self, leaf: int) -> list[Tensor]:
         """The leaf's values on each rank that had rows, without a graph."""
         if self.kind(leaf).ndim == 0:
             return self.answer.parts(leaf)
         wires = self.stream.record(Fetch, call=self.id, leaf=leaf).wait("the values of a model's output")
-        return [tree.from_wire(wires[r], self.device) for r in self.ranks()]
+        return [tree.from_wire(wires[r], self.device) for r in self.answer.ranks()]
 
     def value(self, leaf: int) -> Tensor:
         """The joined value, without a graph."""
-        return self.answer.joined(leaf, self.parts(leaf))
+        return self.answer.joined(leaf, self._parts(leaf))
 
     def fetch(self, leaf: int, token: Tensor | None) -> Tensor:
         """See `remote_tensor.Source`."""
@@ -207,26 +207,14 @@ class RemoteCall:
 
     def shards(self, leaf: int, token: Tensor | None) -> list[Tensor]:
         """See `remote_tensor.Source`."""
-        parts = self.parts(leaf)
+        parts = self._parts(leaf)
         if token is None or not self.kind(leaf).requires_grad:
             return parts
-        return [apply(Shard, self, leaf, rank, token, part) for rank, part in zip(self.ranks(), parts, strict=True)]
+        return [
+            apply(Shard, self, leaf, rank, token, part) for rank, part in zip(self.answer.ranks(), parts, strict=True)
+        ]
 
     # ---- gradients
-
-    def stash(self, leaf: int, grad: Tensor) -> None:
-        """Keep a gradient of the joined value until the anchor runs."""
-        held = self._seeds.get(leaf)
-        self._seeds[leaf] = grad if held is None else held + grad
-
-    def stash_shard(self, leaf: int, rank: int, grad: Tensor) -> None:
-        """Keep a gradient of one replica's value."""
-        held = self._shard_seeds.setdefault(leaf, {}).get(rank)
-        self._shard_seeds[leaf][rank] = grad if held is None else held + grad
-
-    def stash_link(self, leaf: int, link: Link) -> None:
-        """Keep a gradient that a later call's backward left on the workers."""
-        self._links.append((leaf, link))
 
     def run_backward(self, keep_graph: bool, full: bool, needs: Sequence[bool]) -> list[Tensor | None]:
         """Record the workers' backward from all stashed gradients; returns those of the inputs.
@@ -236,9 +224,8 @@ class RemoteCall:
             full: whether parameters get gradients (`backward`), or only inputs do (`autograd.grad`).
             needs: which inputs' gradients the engine wants.
         """
-        seeds, self._seeds = self._seeds, {}
-        shard_seeds, self._shard_seeds = self._shard_seeds, {}
-        links, self._links = self._links, []
+        stash, self.stash = self.stash, Stash()
+        seeds, shard_seeds, links = stash.seeds, stash.shard_seeds, stash.links
         if self.released:
             raise BackwardError(
                 "backward a second time through a call of the remote model whose graph was freed by the first; pass "
@@ -279,18 +266,18 @@ class RemoteCall:
         self, seeds: dict[int, Tensor], shard_seeds: dict[int, dict[int, Tensor]]
     ) -> tuple[list[Seed], list[list[Any]]]:
         """Seeds, and by rank the arrays that they refer to."""
-        assert self.reading is not None
+        assert self.answer.reading is not None
         commands: list[Seed] = []
         arrays: list[list[Any]] = [[] for _ in self.sizes]
         for leaf, grad in seeds.items():
             if self.kind(leaf).ndim == 0:
-                weighted = self.reading.reduction[leaf] != "sum"
+                weighted = self.answer.reading.reduction[leaf] != "sum"
                 commands.append(Seed(leaf, tree.to_wire(grad, copy=True), weighted))
                 continue
             commands.append(Seed(leaf, Cut(len(arrays[0]))))
             start = 0
             for rank, size in enumerate(self.sizes):
-                rows = grad if len(self.ranks()) == 1 else grad.narrow(self.dim(leaf), start, size)
+                rows = grad if len(self.answer.ranks()) == 1 else grad.narrow(self.answer.dim(leaf), start, size)
                 arrays[rank].append(tree.to_wire(rows if size else grad.new_zeros(0)))
                 start += size
         for leaf, by_rank in shard_seeds.items():
@@ -303,7 +290,7 @@ class RemoteCall:
     def _zeros(self, leaf: int, by_rank: dict[int, Tensor]) -> list[Tensor]:
         """A zero gradient for each rank whose shard was not used."""
         like = next(iter(by_rank.values()))
-        if len(by_rank) == len(self.ranks()):
+        if len(by_rank) == len(self.answer.ranks()):
             return [like] * len(self.sizes)
         shapes = iter(self.shapes(leaf)) if self.kind(leaf).ndim else iter([()] * len(self.sizes))
         return [like.new_zeros(next(shapes)) if size else like for size in self.sizes]
@@ -314,15 +301,15 @@ class RemoteCall:
         for i, need in enumerate(needs):
             source = self.inputs[i].call
             if need and source is not None:
-                source.stash_link(self.inputs[i].leaf, Link(pending.command.id, i))
+                source.stash.add_link(self.inputs[i].leaf, Link(pending.command.id, i))
                 found[i] = torch.zeros(())
         if driver:
             answers = pending.wait("the gradients of a call's inputs")
             for place, i in enumerate(driver):
-                parts = [answers[r][place] for r in self.ranks()]
+                parts = [answers[r][place] for r in self.answer.ranks()]
                 grads = [None if p is None else tree.from_wire(p) for p in parts]
                 found[i] = _joined(
-                    grads, [self.sizes[r] for r in self.ranks()], self.inputs[i].kind, self.inputs[i].leaf
+                    grads, [self.sizes[r] for r in self.answer.ranks()], self.inputs[i].kind, self.inputs[i].leaf
                 )
         return found
 

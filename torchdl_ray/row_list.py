@@ -92,7 +92,7 @@ def join_rows(
         if any(k < len(s.leaves) and s.leaves[k].ndim > 0 for s in structures)
     }
     joined: list[Any] = []
-    for rank, structure, result in zip(call.ranks(), structures, results, strict=True):
+    for rank, structure, result in zip(call.answer.ranks(), structures, results, strict=True):
         objects = cloudpickle.loads(result.objects) if result.objects else {}
         scalars = dict(result.scalars)
         leaves: list[Any] = []

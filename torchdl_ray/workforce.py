@@ -8,6 +8,7 @@ Invariant: a wrong argument raises before a cluster is started or asked.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,10 @@ from . import placement
 from .errors import ArgumentError
 from .group import Group, WorkerGroup
 from .local_group import LocalGroup
+from .program import AddModel
 from .resources import check_arguments, resolve
+from .shipping import Shipment
+from .stream import Stream
 
 
 def check_module(module: Any) -> None:
@@ -47,44 +51,77 @@ def check_options(dim: Any, reduction: Any, microbatch_size: Any, loss_weight: A
         raise ArgumentError(f"timeout_s is {timeout_s!r}; expected a positive number of seconds")
 
 
-def check_shared(num_workers: Any, use_gpu: Any, resources: Any) -> None:
-    """Raise ArgumentError where a model that shares workers asks for devices of its own."""
-    if num_workers is not None or use_gpu is not None or resources is not None:
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which workers a model asks for; the arguments of `DataParallel` of the same names."""
+
+    num_workers: int | None
+    use_gpu: bool | None
+    resources_per_worker: Mapping[str, float] | None
+    backend: str
+    name: str | None
+    timeout_s: float
+    placement_timeout_s: float
+    runtime_env: Mapping[str, Any] | None
+
+
+def open_stream(wanted: Wanted, shared: Stream | None, sync: bool) -> Stream:
+    """A stream to new workers, or the `shared` one of another model, with one user more.
+
+    Raises: ArgumentError, PlacementError; nothing is left behind.
+    """
+    if shared is None:
+        shared = Stream(open_group(wanted), timeout_s=wanted.timeout_s, sync=sync)
+    elif (wanted.num_workers, wanted.use_gpu, wanted.resources_per_worker) != (None, None, None):
         raise ArgumentError(
             "workers=... puts the model on another model's workers; leave out num_workers, use_gpu and "
             "resources_per_worker"
         )
+    shared.check_open()
+    shared.users += 1
+    return shared
 
 
-def open_group(
-    num_workers: int | None,
-    use_gpu: bool | None,
-    resources_per_worker: Mapping[str, float] | None,
-    backend: str,
-    name: str | None,
-    timeout_s: float,
-    placement_timeout_s: float,
-    runtime_env: Mapping[str, Any] | None,
-) -> Group:
-    """Create the workers; the arguments are those of `DataParallel`.
+def add_model(stream: Stream, shipment: Shipment, seed: int, compiled: bool) -> int:
+    """Send a module to all workers and wait until they hold it; returns its number there."""
+    model = stream.new_id()
+    handle = stream.group.put(shipment)
+    stream.record(AddModel, [(handle,)] * stream.group.size, model=model, seed=seed, compiled=compiled)
+    stream.finish()
+    return model
 
-    Returns: a LocalGroup for `num_workers=0` or `backend="local"`, else a WorkerGroup, on a local Ray if none runs.
+
+def leave(stream: Stream, finish: bool) -> None:
+    """One user less; the last lets the workers go, after what was recorded unless `finish` is False."""
+    stream.users -= 1
+    if stream.users <= 0:
+        if finish:
+            stream.close()
+        else:
+            stream.abandon()
+
+
+def open_group(wanted: Wanted) -> Group:
+    """Create the workers: a LocalGroup for `num_workers=0` or `backend="local"`, else a WorkerGroup, on a local Ray if
+    none runs.
+
     Raises: ArgumentError, PlacementError; nothing is left behind.
     """
-    is_zero = num_workers == 0 and not isinstance(num_workers, bool)
-    if backend == "local" or is_zero:
-        if not is_zero:
-            check_arguments(num_workers, use_gpu, resources_per_worker)
-        return LocalGroup(num_workers or 1)
-    check_arguments(num_workers, use_gpu, resources_per_worker)
+    arguments = wanted.num_workers, wanted.use_gpu, wanted.resources_per_worker
+    is_zero = wanted.num_workers == 0 and not isinstance(wanted.num_workers, bool)
+    if is_zero:
+        return LocalGroup()
+    check_arguments(*arguments)
+    if wanted.backend == "local":
+        return LocalGroup(wanted.num_workers or 1)
     placement.start_ray()
-    resources = resolve(num_workers, use_gpu, resources_per_worker)
-    reservation = placement.reserve(resources, placement_timeout_s, name=name or "torchdl_ray")
+    resources = resolve(*arguments)
+    name = wanted.name or "torchdl_ray"
     return WorkerGroup(
-        reservation,
+        placement.reserve(resources, wanted.placement_timeout_s, name=name),
         use_gpu=resources.use_gpu,
-        backend=backend,
-        timeout_s=timeout_s,
-        runtime_env=runtime_env,
-        name=name,
+        backend=wanted.backend,
+        timeout_s=wanted.timeout_s,
+        runtime_env=wanted.runtime_env,
+        name=wanted.name,
     )
