@@ -57,7 +57,7 @@ def _initialise(module: nn.Module, device: torch.device, seed: int) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().any()):
             raise UnsupportedError(
-                f"'{name}' came from the meta device and is still undefined after reset_parameters() of its module; set "
+                f"'{name}' came from the meta device and is still undefined after its module's reset_parameters(); set "
                 "it there, or build the module on a real device"
             )
 

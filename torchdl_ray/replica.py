@@ -72,17 +72,26 @@ class Replica:
 
     def refresh(self) -> None:
         """Take the present buffers and gradients as those of the last commit."""
+        self._keep_buffers()
+        self.committed()
+
+    def committed(self) -> None:
+        """As `refresh`, after a commit that changed no buffer but by the training forwards before it."""
+        if self.trained:
+            self._keep_buffers()
+        self.buckets.committed()
+        self.weight, self.trained = 0.0, False
+
+    def _keep_buffers(self) -> None:
         buffers = self.buffers
         for name, buffer in buffers.items():
             old = self._shadow.get(name)
             if old is None or old.shape != buffer.shape or old.dtype != buffer.dtype:
                 self._shadow[name] = buffer.detach().clone()
-            elif self.trained or not torch.equal(old, buffer):
+            else:
                 old.copy_(buffer)
         for name in self._shadow.keys() - buffers.keys():
             del self._shadow[name]
-        self.buckets.committed()
-        self.weight, self.trained = 0.0, False
 
     def undo(self) -> None:
         """Go back to the last commit: buffers and gradients as they were."""
@@ -125,9 +134,14 @@ class Replica:
     def _changed(self) -> dict[str, bool]:
         """Which buffers differ from the last commit; all ranks have the same names in the same order."""
         buffers = self.buffers
-        if not self.trained:
+        if not self.trained or not self._shadow:
             return dict.fromkeys(self._shadow, False)
-        return {n: n in buffers and not torch.equal(old, buffers[n]) for n, old in self._shadow.items()}
+        alike = {n: n in buffers and buffers[n].shape == old.shape for n, old in self._shadow.items()}
+        if self.device.type == "cpu":
+            return {n: alike[n] and not torch.equal(old, buffers[n]) for n, old in self._shadow.items()}
+        # one wait for the device instead of one per buffer
+        flags = [(old != buffers[n]).any() if alike[n] else torch.tensor(False) for n, old in self._shadow.items()]
+        return dict(zip(self._shadow, torch.stack([f.to(self.device) for f in flags]).tolist(), strict=True))
 
     def _level(self, collective: Collective, names: Iterable[str], weights: list[float]) -> None:
         """Make changed buffers equal: floats b0 + sum of w_r (b_r - b0), so that equal ones stay as they are to the

@@ -160,7 +160,7 @@ class Worker:
         self._torn = True
         result = execute(command, self.state, payload)
         for replica in self.state.replicas.values():
-            replica.refresh()
+            replica.committed()
         self._torn = False
         self.position += 1
         self.version += isinstance(command, program.Step)

@@ -7,6 +7,7 @@ Invariant: a wrong argument raises before a cluster is started or asked.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from .program import AddModel
 from .resources import check_arguments, resolve
 from .shipping import Shipment
 from .stream import Stream
+
+logger = logging.getLogger("torchdl_ray")
 
 
 def check_module(module: Any) -> None:
@@ -117,7 +120,7 @@ def open_group(wanted: Wanted) -> Group:
     placement.start_ray()
     resources = resolve(*arguments)
     name = wanted.name or "torchdl_ray"
-    return WorkerGroup(
+    group = WorkerGroup(
         placement.reserve(resources, wanted.placement_timeout_s, name=name),
         use_gpu=resources.use_gpu,
         backend=wanted.backend,
@@ -125,3 +128,6 @@ def open_group(wanted: Wanted) -> Group:
         runtime_env=wanted.runtime_env,
         name=wanted.name,
     )
+    for note in group.notes:
+        logger.warning("%s", note)
+    return group
