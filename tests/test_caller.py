@@ -601,6 +601,44 @@ def test_flags_and_modes_are_kinds_of_their_own(workers):
 
 
 @pytest.mark.parametrize("workers", WORKERS)
+def test_what_changes_an_outputs_kind_is_a_kind_of_its_own(workers):
+    """dtype, dimensions, requires_grad of inputs and parameters, autocast, grad mode: none is a surprise."""
+    _, model = both(lambda m, x: (x, m.linear(x.double().reshape(len(x), -1)[:, :3])), workers)
+    with model:
+        for _ in range(4):
+            model(rows(4))[1].sum().backward()
+        assert model(rows(4).requires_grad_())[0].requires_grad
+        assert model(rows(4).int())[0].dtype == torch.int32
+        assert model(rows(4)[:, None])[0].shape == (4, 1, 3)
+        with torch.no_grad():
+            assert not model(rows(4))[1].requires_grad
+        with torch.inference_mode():
+            assert not model(rows(4))[1].requires_grad
+        model.module.linear.requires_grad_(False)
+        for _ in range(4):
+            assert not model(rows(4))[1].requires_grad
+        model.module.linear.weight.requires_grad_(True)
+        model(rows(4))[1].sum().backward()
+        model.module.linear.requires_grad_(True)
+        assert model(rows(4))[1].fetch().requires_grad
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_autocast_is_a_kind_of_its_own(workers):
+    torch.manual_seed(0)
+    with local(nn.Linear(3, 2), workers) as model:
+        for _ in range(4):
+            assert model(torch.ones(4, 3)).dtype == torch.float32
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(torch.ones(4, 3))
+        assert out.dtype == torch.bfloat16
+        assert out.fetch().dtype == torch.bfloat16
+        out = model(torch.ones(4, 3))
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # the wait is no part of the call
+            assert out.fetch().dtype == torch.float32
+
+
+@pytest.mark.parametrize("workers", WORKERS)
 def test_shapes_are_no_kinds(workers):
     _, model = both(lambda m, x: m.linear(x), workers)
     with model:

@@ -4,7 +4,7 @@ Runs on the driver. What crosses with a call: each rank's rows, once, and what a
 taken from the caller's tensors at the call, so a batch buffer may be written again at once.
 
 Which containers and which leaves a call returns is unknown before it ran. A *kind* of call (method, module modes, grad
-mode, and what the inputs look like without their shapes) is waited for three times; if it returned the same each time
+mode, and what the inputs look like without their sizes) is waited for three times; if it returned the same each time
 it is trusted, and the workers check it. A kind that ever varied, or that returns objects that are no tensors, always
 waits.
 
@@ -114,7 +114,7 @@ class Caller:
         self.layout, self.options = layout, options
         self.kinds: dict[Any, Kind] = {}
         stream.on_drop.append(self.forget)
-        self._modules = list(module.modules())
+        self._modules, self._parameters = list(module.modules()), list(module.parameters())
         self._reduction, self._out_dims = told(options.reduction), told(options.out_dims)
 
     def forget(self, *_: Any) -> None:
@@ -267,8 +267,10 @@ class Caller:
         return payload
 
     def _key(self, method: str, modes: tuple[bool, ...], grad: bool, plan: tree.Plan) -> Any:
-        leaves = tuple(_signature(leaf, kind) for leaf, kind in zip(plan.leaves, plan.kind, strict=True))
-        return method, modes, grad, plan.spec, leaves
+        with torch._C.DisableTorchFunctionSubclass():
+            leaves = tuple(_signature(leaf, kind, grad) for leaf, kind in zip(plan.leaves, plan.kind, strict=True))
+            frozen = tuple(p.requires_grad for p in self._parameters) if grad else ()
+        return method, modes, frozen, grad, torch.is_inference_mode_enabled(), _autocast(), plan.spec, leaves
 
     # ---- outputs
 
@@ -338,8 +340,17 @@ def _fetch(leaf: Any) -> Any:
     return leaf.fetch() if isinstance(leaf, RemoteTensor) else leaf
 
 
-def _signature(leaf: Any, kind: str) -> Any:
-    """What of an input the output's structure may depend on: None, bools, strings and small ints by value."""
+def _signature(leaf: Any, kind: str, grad: bool) -> Any:
+    """What of an input the output's structure may depend on: None, bools, strings and small ints by value; of tensors
+    and arrays the dtype, the number of dimensions, and whether they require grad.
+    """
+    if isinstance(leaf, RemoteTensor):
+        found = leaf.source()
+        return kind, leaf.dtype, leaf.known_ndim(), grad and found is not None and found[2]
+    if isinstance(leaf, Tensor):
+        return kind, leaf.dtype, leaf.ndim, grad and leaf.requires_grad
+    if isinstance(leaf, np.ndarray):
+        return kind, leaf.dtype.str, leaf.ndim
     if kind != "object":
         return kind
     if leaf is None or isinstance(leaf, bool | str):
