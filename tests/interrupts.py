@@ -15,6 +15,9 @@ from torchdl_ray import DataParallel, workforce
 from torchdl_ray.local_group import LocalGroup
 
 
+WARM_UP_STEPS = 4  # the first three calls of a kind wait for their structure
+
+
 class Interrupted:
     """A group that raises KeyboardInterrupt at the `number`-th call of `verb`, before or after it was done."""
 
@@ -104,8 +107,8 @@ class Loop:
             patch.setattr(workforce, "LocalGroup", lambda *args: self.group)
             self.model = DataParallel(Shaky(), workers, backend="local")
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        for step in range(4):
-            self.step(100 + step)
+        for step in range(WARM_UP_STEPS):
+            self.step(1000 + step)
 
     def step(self, number: int) -> float:
         return self.finish(self.begin(number))
@@ -117,17 +120,17 @@ class Loop:
         loss.backward()
         return loss
 
-    def finish(self, loss: Tensor, interrupt: Any = contextlib.nullcontext()) -> float:
+    def finish(self, loss: Tensor, interrupt: AtLine | None = None) -> float:
         """Step once and read the loss, however often that is interrupted; `interrupt` is around the user's verbs."""
         before = self.model.version
         while self.model.version == before:
             self.insist(self.optimizer.step, interrupt, again=False)
         return self.insist(loss.item, interrupt)
 
-    def insist(self, do: Callable[[], Any], interrupt: Any, again: bool = True) -> Any:
+    def insist(self, do: Callable[[], Any], interrupt: AtLine | None, again: bool = True) -> Any:
         while True:
             try:
-                with interrupt:
+                with interrupt or contextlib.nullcontext():
                     return do()
             except KeyboardInterrupt:
                 if not again:

@@ -174,11 +174,11 @@ class Calls:
         leaves, spec = pickle.loads(command.template)
         call.whole_inputs = frozenset(n for n, i in enumerate(command.differentiable) if isinstance(leaves[i], Same))
         cut = [tree.unpack(a, self.device) for a in data.arrays]
-        same = [tree.unpack(a, self.device) for a in common]
         run: Callable[..., Any] = module if command.method == "forward" else getattr(module, command.method)
         start = 0
         for number, (rows, weight) in enumerate(data.pieces):
             seed_generators(seed_of(command.key, data.index, number), self.device)
+            same = [tree.unpack(a, self.device) for a in common]  # anew: the piece before may have written to it
             whole = len(data.pieces) == 1
             mine = [
                 self._leaf(leaf, cut, same, None if whole else slice(start, start + rows), command.dim)
@@ -193,7 +193,7 @@ class Calls:
                 output = run(*piece_args, **piece_kwargs)
             self._record(call, output, rows, weight, inputs)
             start += rows
-            del output, mine, inputs, piece_args, piece_kwargs  # so that one piece's graph is alive at a time
+            del output, mine, same, inputs, piece_args, piece_kwargs  # so that one piece's graph is alive at a time
             if each is not None:
                 each(call, call.pieces[-1], number == len(data.pieces) - 1)
         return call

@@ -12,11 +12,11 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
-from .program import Command, Drop, Forward, Kind, Reply, Step
+from .program import Backward, Command, Drop, Forward, Kind, Reply, Step, Undo
 
 PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -108,22 +108,50 @@ class Entry:
         return command.kind is Kind.LOCAL
 
 
-def log_after(log: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry]:
-    """The log when `entries` were done by all ranks as well: the local ones since the last commit, and the drops of
-    their calls.
+@dataclass(frozen=True, slots=True)
+class Log:
+    """What all ranks did and may have to do again.
+
+    `local` are the local commands since the last commit, with the drops of calls; `waiting` are the forwards before it
+    whose graphs wait for a backward (a generator's, while the discriminator steps).
     """
-    kept = list(log)
-    for entry in entries:
-        command = entry.command
-        if command.kind is Kind.COMMIT:
-            kept.clear()
-        elif entry.is_local:
-            kept.append(entry)
-        elif isinstance(command, Drop):
-            calls = {e.command.call for e in kept if isinstance(e.command, Forward)}
-            if calls.intersection(command.calls):
-                kept.append(entry)
-    return kept
+
+    local: tuple[Entry, ...] = ()
+    waiting: tuple[Entry, ...] = ()
+
+    def after(self, entries: Sequence[Entry]) -> Log:
+        """The log when `entries` were done as well."""
+        local, waiting = list(self.local), list(self.waiting)
+        for entry in entries:
+            command = entry.command
+            if command.kind is Kind.COMMIT:
+                ended: set[int] = set()
+                for done in (e.command for e in local):
+                    if isinstance(done, Drop):
+                        ended.update(done.calls)
+                    elif isinstance(done, Backward) and not done.keep_graph:
+                        ended.add(done.call)
+                waiting = [e for e in (*waiting, *local) if _has_graph(e.command) and e.command.call not in ended]
+                local = []
+            elif isinstance(command, Undo):
+                local = []  # what comes before it was done for its graph alone
+            elif entry.is_local:
+                local.append(entry)
+            elif isinstance(command, Drop):
+                known = {e.command.call for e in (*waiting, *local) if isinstance(e.command, Forward)}
+                if known.intersection(command.calls):
+                    local.append(entry)
+        return Log(tuple(local), tuple(waiting))
+
+    def graphs(self) -> tuple[Entry, ...]:
+        """The waiting forwards that the local commands go back through."""
+        own = {e.command.call for e in self.local if isinstance(e.command, Forward)}
+        calls = {e.command.call for e in self.local if isinstance(e.command, Backward)} - own
+        return tuple(e for e in self.waiting if isinstance(e.command, Forward) and e.command.call in calls)
+
+
+def _has_graph(command: Command) -> TypeGuard[Forward]:
+    return isinstance(command, Forward) and command.grad
 
 
 @dataclass(slots=True)

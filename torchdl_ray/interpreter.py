@@ -112,6 +112,12 @@ def _drop(command: program.Drop, state: State, payload: Payload) -> None:
 
 
 @execute.register
+def _undo(command: program.Undo, state: State, payload: Payload) -> None:
+    for replica in state.replicas.values():
+        replica.undo()
+
+
+@execute.register
 def _zero_grad(command: program.ZeroGrad, state: State, payload: Payload) -> None:
     state.replicas[command.model].buckets.zero(command.names, command.to_none)
 
@@ -134,6 +140,8 @@ def _reduce(command: program.Reduce, state: State, payload: Payload) -> tuple[st
 def _clip(command: program.ClipGradNorm, state: State, payload: Payload) -> float:
     buckets = state.replicas[command.model].buckets
     grads = [g for g in map(buckets.grad, command.names) if g is not None]
+    if not grads:
+        return 0.0
     norm = torch.nn.utils.get_total_norm(grads, command.norm_type, error_if_nonfinite=False)
     state.collective.broadcast([norm], 0)  # one number for all, whatever the threads of each replica
     if command.error_if_nonfinite and not torch.isfinite(norm):
@@ -212,16 +220,25 @@ def _step(command: program.Step, state: State, payload: Payload) -> None:
     seed_generators(seed_of(command.key, 0, 0), state.device)
     optimizer.step()
     for replica in state.replicas.values():
-        for name, p in replica.parameters.items():  # a user's step may have set or cleared gradients
-            grad = p.grad
-            if grad is not replica.buckets.grad(name):
-                replica.buckets.zero((name,), to_none=True) if grad is None else replica.buckets.write(name, grad)
+        _take_gradients(replica)
+
+
+def _take_gradients(replica: Replica) -> None:
+    """Keep what a user's function set or cleared as `.grad`."""
+    for name, p in replica.parameters.items():
+        grad = p.grad
+        if grad is not replica.buckets.grad(name):
+            replica.buckets.zero((name,), to_none=True) if grad is None else replica.buckets.write(name, grad)
 
 
 @execute.register
 def _change(command: program.Change, state: State, payload: Payload) -> Any:
     replica = state.replicas[command.model]
+    flags = [p.requires_grad for p in replica.parameters.values()]
     result = _call(command.body, replica.module)
+    _take_gradients(replica)
+    if flags != [p.requires_grad for p in replica.parameters.values()]:
+        replica.buckets.rebuild()
     replica.refresh()
     return _at_home(result)
 

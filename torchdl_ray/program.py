@@ -250,6 +250,11 @@ class Copy(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Undo(Command):
+    """Go back to the last commit: what forwards before it did to buffers is void, their graphs stay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch(Command):
     """Reply with the values of output `leaf` of `call` on this rank: a WireTensor, or any other object."""
 

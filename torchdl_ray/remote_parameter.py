@@ -318,7 +318,8 @@ class Parameters:
         if self.invalidate in self.stream.on_drop:
             self.stream.on_drop.remove(self.invalidate)
         for hook in self._hooks:
-            hook.remove()
+            if hook is not None:
+                hook.remove()
         tensors: list[Any] = [*self.parameters.values(), *self.buffers.values()]
         for tensor in tensors:
             tensor.__class__ = nn.Parameter if isinstance(tensor, RemoteParameter) else Tensor
@@ -348,7 +349,12 @@ def _take_over(hub: Parameters, name: str, p: Any) -> Any:
         hub.gradients.add_own(name, grad)
 
     p.grad = None
-    hook = p.register_post_accumulate_grad_hook(accumulated)
+    hook = None
+    if p.dtype.is_floating_point or p.dtype.is_complex:
+        flag = p.requires_grad
+        p.requires_grad_(True)  # torch takes no hook for a frozen one, which may be thawed later
+        hook = p.register_post_accumulate_grad_hook(accumulated)
+        p.requires_grad_(flag)
     p.__class__ = RemoteParameter
     p._place = (hub, name)
     return hook

@@ -3,9 +3,9 @@
 Runs on the worker; knows torch and the collective, not Ray. What crosses between workers: the gradient buckets and a
 tail of a few numbers per reduction, and the buffers that changed since the last commit.
 
-The tail proves that all ranks mean the same reduction before anybody acts on it: it sums a count, the generation, the
-position and the command's number, and carries every rank's failure flag, row weight, None flags of gradients and
-changed flags of buffers.
+The tail proves that all ranks mean the same reduction before anybody acts on it: it carries every rank's generation,
+position and command number, failure flag and row weight, and sums the None flags of gradients and the changed flags of
+buffers.
 
 Invariant: after `reduce` all replicas hold identical gradients, None flags and buffers, or all of them raise.
 """
@@ -62,7 +62,7 @@ class Replica:
     @property
     def device(self) -> torch.device:
         """Where the tail of a reduction is built: the device of the first parameter or buffer."""
-        first = next(iter(self.parameters.values()), None)
+        first = next(iter([*self.parameters.values(), *self.buffers.values()]), None)
         return first.device if first is not None else torch.device("cpu")
 
     @property
@@ -97,8 +97,8 @@ class Replica:
         """Go back to the last commit: buffers and gradients as they were."""
         buffers = self.buffers
         for name, old in self._shadow.items():
-            if name in buffers and buffers[name].shape == old.shape:
-                buffers[name].data.copy_(old)  # see `_level`
+            if name in buffers and buffers[name].shape == old.shape and not torch.equal(buffers[name], old):
+                buffers[name].data.copy_(old)  # see `_level`; an expanded constant could not be written to
         self.buckets.undo()
         self.weight, self.trained = 0.0, False
 
@@ -124,7 +124,11 @@ class Replica:
         changed = self._changed()
         tail = _tail(collective, stamp, failed, self.weight, [*map(float, flags), *map(float, changed.values())])
         tail = tail.to(self.device)
-        self.buckets.finish(collective.all_reduce, tail)
+        if self.buckets.pending:
+            self.buckets.begin_local()  # a rank that failed before its own backward has sums that peers add to
+            self.buckets.finish(collective.all_reduce, tail)
+        else:  # the buckets hold sums already, on every rank: only the buffers are to be levelled
+            collective.all_reduce([tail]).wait()
         numbers = _check(tail, collective, stamp)
         self.buckets.settle(n > 0 for n in numbers[: len(names)])
         moved = [name for name, n in zip(changed, numbers[len(names) :], strict=True) if n > 0]
@@ -153,16 +157,8 @@ class Replica:
             by_dtype.setdefault(buffers[name].dtype, []).append(buffers[name])
         for dtype, members in by_dtype.items():
             flat = torch.cat([b.detach().reshape(-1) for b in members])
-            wire = flat.to(torch.uint8) if dtype is torch.bool else flat
-            parts = collective.all_gather(wire)
-            if dtype.is_floating_point or dtype.is_complex:
-                first = parts[0]
-                level = first.clone()
-                for part, weight in zip(parts, weights, strict=True):
-                    if weight > 0:
-                        level += torch.where(part == first, torch.zeros_like(first), (part - first) * weight)
-            else:
-                level = torch.stack(parts).amax(0).to(dtype)
+            parts = [part.view(dtype) for part in collective.all_gather(flat.view(torch.uint8))]
+            level = _mean(parts, weights) if dtype.is_floating_point or dtype.is_complex else _maximum(parts)
             offset = 0
             for b in members:
                 # `.data`: a graph that waits for its backward (a generator's, while the discriminator steps) holds
@@ -171,32 +167,50 @@ class Replica:
                 offset += b.numel()
 
 
+def _mean(parts: list[Tensor], weights: list[float]) -> Tensor:
+    """b0 + sum of w_r (b_r - b0); dtypes of eight bits, which have no arithmetic, by way of float32."""
+    dtype = parts[0].dtype
+    if dtype.itemsize == 1:
+        parts = [part.to(torch.float32) for part in parts]
+    first = parts[0]
+    level = first.clone()
+    for part, weight in zip(parts, weights, strict=True):
+        if weight > 0:
+            level += torch.where(part == first, torch.zeros_like(first), (part - first) * weight)
+    return level.to(dtype)
+
+
+def _maximum(parts: list[Tensor]) -> Tensor:
+    """The larger of each element; by way of int64, because not every integer dtype can be compared."""
+    return torch.stack([part.to(torch.int64) for part in parts]).amax(0).to(parts[0].dtype)
+
+
 def _tail(collective: Collective, stamp: Stamp, failed: bool, weight: float, flags: list[float]) -> Tensor:
-    head = [1.0, stamp.generation, stamp.position, stamp.command]
-    slots = [0.0] * (2 * collective.size)
-    slots[collective.rank] = float(failed)
-    slots[collective.size + collective.rank] = weight
-    return torch.tensor([*head, *slots, *flags], dtype=torch.float64)
+    own = [stamp.generation, stamp.position, stamp.command, float(failed), weight]
+    slots = torch.zeros(len(own), collective.size, dtype=torch.float64)
+    slots[:, collective.rank] = torch.tensor(own, dtype=torch.float64)
+    return torch.cat([slots.reshape(-1), torch.tensor(flags, dtype=torch.float64)])
 
 
 def _check(tail: Tensor, collective: Collective, stamp: Stamp) -> list[float]:
     """Read a summed tail; returns the caller's own numbers."""
     numbers: list[float] = tail.tolist()
     size = collective.size
-    expected = [size, size * stamp.generation, size * stamp.position, size * stamp.command]
-    failed = tuple(r for r in range(size) if numbers[4 + r] > 0)
+    failed = tuple(r for r in range(size) if numbers[3 * size + r] > 0)
     if failed:
         raise PeerFailed(failed)
-    if numbers[:4] != expected:
+    stamps = [tuple(map(int, numbers[r : 3 * size : size])) for r in range(size)]
+    own = (stamp.generation, stamp.position, stamp.command)
+    if stamps != [own] * size:
         raise CollectiveError(
-            f"rank {collective.rank} of {size} took part in another reduction than its peers: sums of (count, "
-            f"generation, position, command) are {numbers[:4]}, expected {expected}"
+            f"the ranks met in different reductions: rank {collective.rank} of {size} is at {own} (generation, "
+            f"position, command), and by rank they are {stamps}; all have to be equal"
         )
-    return numbers[4 + 2 * size :]
+    return numbers[5 * size :]
 
 
 def _weights(tail: Tensor, size: int) -> list[float]:
-    weights: list[float] = tail[4 + size : 4 + 2 * size].tolist()
+    weights: list[float] = tail[4 * size : 5 * size].tolist()
     total = sum(weights)
     return [w / total if total > 0 else 1.0 / size for w in weights]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .entries import Counts, Entry, Outgoing, log_after
+from .entries import Counts, Entry, Log, Outgoing
 from .program import Command, Drop, Failure, Step, ZeroGrad
 
 
@@ -22,7 +22,7 @@ from .program import Command, Drop, Failure, Step, ZeroGrad
 class Setback:
     """What follows from a failure.
 
-    `stand` and `gone` part all entries at the failing command; `redo` are those of `stand` to be done again; `zeroed`
+    `stand` and `gone` part the unacknowledged entries at the failing command; `redo` is the log of what stands; `zeroed`
     are the gradients that a dropped zero_grad named, as (model, names), which may be lost; `source` is the rank to
     copy from, or None; `num_steps` counts the optimizer steps among what was sent that are done for good; `counts` says
     where the stream stands then.
@@ -30,7 +30,7 @@ class Setback:
 
     stand: tuple[Entry, ...]
     gone: tuple[Entry, ...]
-    redo: tuple[Entry, ...]
+    redo: Log
     drops: tuple[Entry, ...]
     zeroed: tuple[tuple[int, tuple[str, ...]], ...]
     source: int | None
@@ -52,7 +52,7 @@ def failures(outbox: Sequence[Outgoing]) -> list[tuple[int, int, Failure]]:
 
 
 def decide(
-    log: Sequence[Entry], outbox: Sequence[Outgoing], waiting: Sequence[Entry], number: int, acknowledged: Counts
+    log: Log, outbox: Sequence[Outgoing], waiting: Sequence[Entry], number: int, acknowledged: Counts
 ) -> Setback:
     """What to do after command `number` failed; every message in `outbox` has the replies of all ranks.
 
@@ -62,7 +62,7 @@ def decide(
     recent = [*sent, *waiting]
     stand = [e for e in recent if e.command.id < number]
     gone = [e for e in recent if e.command.id >= number]
-    redo = log_after(log, stand)
+    redo = log.after(stand)
     counts = stand[-1].counts if stand else acknowledged
     replies = list(outbox[-1].replies.values())
     torn = [r for r in replies if r.failure is not None and r.failure.torn]
@@ -73,11 +73,11 @@ def decide(
     if failed is not None and best.position > min(r.position for r in replies):
         counts = failed.counts  # the commit that failed on one rank is done on the source
         num_steps += isinstance(failed.command, Step)
-        redo = []
+        redo = log.after([*stand, failed])
     return Setback(
-        stand=(*log, *stand),
+        stand=tuple(stand),
         gone=tuple(gone),
-        redo=tuple(redo),
+        redo=redo,
         drops=tuple(e for e in gone if isinstance(e.command, Drop)),
         zeroed=tuple((e.command.model, e.command.names) for e in gone if isinstance(e.command, ZeroGrad)),
         source=best.rank if torn or any(r.position != best.position for r in replies) else None,

@@ -15,16 +15,17 @@ interrupt between two lines loses nothing; whatever is done twice because of it,
 from __future__ import annotations
 
 import collections
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import remote_exception
-from .entries import Counts, Entry, Outgoing, Pending, log_after, user_site
+from .entries import Counts, Entry, Log, Outgoing, Pending, user_site
 from .errors import ClosedError, CollectiveError, RemoteError, TorchdlError, WaitTimeout, WorkerLost
 from .group import Group, Lost
-from .program import Backward, Command, Copy, Drop, Forward, Link, Message, Reduce, Reply, Step, ZeroGrad
+from .program import Backward, Command, Copy, Drop, Forward, Link, Message, Reduce, Reply, Step, Undo, ZeroGrad
 from .setback import Setback, decide, describe, failures
 
 MAX_IN_FLIGHT = 2  # messages on their way at a step boundary
@@ -49,7 +50,7 @@ class Stream:
         self.on_drop: list[Callable[[tuple[Command, ...]], None]] = []  # told which commands a failure dropped
         self._id = 0
         self._generation = 0
-        self._log: list[Entry] = []  # acknowledged local commands since the last acknowledged commit
+        self._log = Log()  # of what is acknowledged
         self._recorded: list[Entry] = []
         self._outbox: list[Outgoing] = []
         self._number = 0  # of the last message made in this generation
@@ -244,7 +245,7 @@ class Stream:
     def _acknowledge(self, outgoing: Outgoing) -> None:
         """All ranks did this message: deliver the answers, and keep of it what a replay would need."""
         outgoing.deliver(outgoing.entries, self.group.size)
-        log, outbox = log_after(self._log, outgoing.entries), self._outbox[1:]
+        log, outbox = self._log.after(outgoing.entries), self._outbox[1:]
         counts = outgoing.entries[-1].counts if outgoing.entries else self._acknowledged
         steps = sum(isinstance(e.command, Step) for e in outgoing.entries) + self._steps_done
         if steps > self._steps_done:
@@ -288,17 +289,19 @@ class Stream:
             exception.add_note(f"recorded after it and not done: {describe(dropped[1:])}")
         for tell in self.on_drop:
             tell(tuple(dropped))
-        first: list[Entry] = []
+        counts, redo = setback.counts, setback.redo
+        first: list[Command] = []
         if setback.source is not None:
-            first.append(Entry(Copy(id=self.new_id(), source=setback.source), setback.counts))
+            first.append(Copy(id=self.new_id(), source=setback.source))
+        then: list[Command] = [Undo(id=self.new_id())] if redo.graphs() else []
         for model, names in setback.zeroed:
-            command = ZeroGrad(id=self.new_id(), model=model, names=names, to_none=True)
-            first.append(Entry(command, setback.counts))
-        drops = [Entry(e.command, setback.counts) for e in setback.drops]
-        outbox = [Outgoing(1, (*first, *setback.redo, *drops), True)]
+            then.append(ZeroGrad(id=self.new_id(), model=model, names=names, to_none=True))
+        again = [Entry(c, counts) for c in first], redo.graphs(), [Entry(c, counts) for c in then], redo.local
+        drops = [Entry(e.command, counts) for e in setback.drops]
+        outbox = [Outgoing(1, tuple(itertools.chain(*again, drops)), True)]
         generation, sent, steps = self._generation + 1, [0] * self.group.size, self._steps_done + setback.num_steps
-        self._generation, self._number, self._sent, self._outbox, self._log = generation, 1, sent, outbox, []
-        self._recorded, self._acknowledged, self._steps_done = [], setback.counts, steps
+        self._generation, self._number, self._sent, self._outbox = generation, 1, sent, outbox
+        self._log, self._recorded, self._acknowledged, self._steps_done = Log((), redo.waiting), [], counts, steps
         self._send_missing()
 
     def _lose(self, lost: Lost) -> None:
@@ -353,5 +356,5 @@ class Stream:
                 for entry in outgoing.entries:
                     if entry.pending is not None and entry.pending.values is None:
                         entry.pending.error = self._closed
-            self._log, self._recorded, self._outbox = [], [], []
+            self._log, self._recorded, self._outbox = Log(), [], []
             self.group.close()

@@ -78,7 +78,8 @@ def _take(state: State, received: dict[str, Any]) -> None:
         own = {**replica.parameters, **replica.buffers}
         with torch.no_grad():
             for name, value in tensors["state"].items():
-                own[name].copy_(value)
+                if not torch.equal(own[name], value.to(state.device)):  # an expanded constant cannot be written to
+                    own[name].copy_(value)
         replica.buckets.zero(list(replica.parameters), to_none=True)
         for name, grad in tensors["grads"].items():
             replica.buckets.write(name, grad.to(state.device))

@@ -6,6 +6,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
@@ -18,6 +19,7 @@ from torchdl_ray.errors import ClosedError, OutOfSync, RemoteTraceback, WorkerLo
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 SIZE = 4
+SOURCE = Path(__file__).read_text().splitlines()
 
 
 class Net(nn.Module):
@@ -49,13 +51,12 @@ class Unpicklable(Exception):
 
 
 class Fragile(torch.optim.SGD):
-    """Fails in the middle of a step on a rank whose parameter carries a mark."""
+    """Fails half way on a rank whose parameter carries a trap: a number that is added to it before."""
 
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
-            p.mul_(1.0)
-            if self.__dict__.pop("trap", False) or getattr(p, "trap", False):
-                p.trap = False
+            if (trap := p.__dict__.pop("trap", None)) is not None:
+                p.data.add_(trap)
                 raise ArithmeticError("in the optimizer")
         return super().step(closure)
 
@@ -91,8 +92,8 @@ def set_trap(module, kind):
     module.__dict__["trap"] = kind
 
 
-def mark(module):
-    module.first.weight.trap = True
+def mark(module, trap):
+    module.first.weight.trap = trap
 
 
 @pytest.fixture(scope="module", params=["local", "ray"])
@@ -194,11 +195,11 @@ def test_an_exception_in_forward(model):
     train(plain, expected, range(2))
     model.replicas[3].run(set_trap, "forward")
     start = time.monotonic()
-    with pytest.raises(ValueError, match="^boom") as caught:
+    with pytest.raises(ValueError, match=r"^boom") as caught:
         train(model, optimizer, [2])
     assert time.monotonic() - start < 10
     assert isinstance(caught.value.__cause__, RemoteTraceback)
-    line = next(n for n, text in enumerate(open(__file__), 1) if 'raise ValueError("boom")' in text)
+    line = next(n for n, text in enumerate(SOURCE, 1) if 'raise ValueError("boom")' in text)
     assert f'{os.path.basename(__file__)}", line {line}' in str(caught.value.__cause__)
     where = caught.value.__notes__[0]
     assert "worker 3" in where
@@ -222,7 +223,7 @@ def test_an_exception_in_the_optimizer_on_one_rank(model):
     optimizer, expected = Fragile(model.parameters(), lr=0.1, momentum=0.9), sgd(plain.parameters())
     train(model, optimizer, range(2))
     train(plain, expected, range(2))
-    model.replicas[1].run(mark)
+    model.replicas[1].run(mark, 1.0)
     with pytest.raises(ArithmeticError, match="in the optimizer"):
         train(model, optimizer, [2])
     train(model, optimizer, [3])
@@ -237,7 +238,7 @@ def test_an_exception_in_the_optimizer_on_all_ranks(model):
     optimizer, expected = Fragile(model.parameters(), lr=0.1, momentum=0.9), sgd(plain.parameters())
     train(model, optimizer, range(2))
     train(plain, expected, range(2))
-    model.run(mark)
+    model.run(mark, 0.0)
     with pytest.raises(ArithmeticError, match="in the optimizer"):
         train(model, optimizer, [2])
     train(model, optimizer, [3])
