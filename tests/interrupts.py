@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torchdl_ray import DataParallel, workforce
 from torchdl_ray.local_group import LocalGroup
 
-
 WARM_UP_STEPS = 4  # the first three calls of a kind wait for their structure
 
 

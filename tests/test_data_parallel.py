@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 
 import pytest
 import torch
@@ -265,3 +266,87 @@ def test_views():
         assert repr(model) == "DataParallel(Linear, 2 workers on 1 nodes, cpu; step 0)"
         assert "<table>" in model._repr_html_()
         assert "rank=1" in repr(model.replicas[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"out_dims": "rows"}, "out_dims"),
+        ({"out_dims": {"loss": 1.5}}, "out_dims"),
+        ({"output_device": "nonsense"}, "output_device"),
+        ({"seed": "a"}, "seed"),
+        ({"timeout_s": None}, "timeout_s"),
+        ({"workers": nn.Linear(2, 2)}, "workers"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_named(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        DataParallel(nn.Linear(2, 2), 1, backend="local", **options)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_body_that_was_frozen_before_the_wrapping_trains_once_it_is_thawed(workers):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    plain[0].requires_grad_(False)
+    remote = local(copy.deepcopy(plain), workers)
+    batches = [torch.randn(5, 3, dtype=torch.float64) for _ in range(6)]
+    for model, net in ((plain, plain), (remote, remote.module)):
+        optimizer = torch.optim.SGD(net[2].parameters(), 0.1)
+        for step, x in enumerate(batches):
+            if step == 3:
+                net[0].requires_grad_(True)
+                optimizer.add_param_group({"params": net[0].parameters(), "weight_decay": 0.1})
+            optimizer.zero_grad()
+            (model(x).square().mean() + 0.01 * sum(p.abs().sum() for p in net.parameters())).backward()
+            optimizer.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(remote.state_dict()[name], value, rtol=0, atol=1e-12)
+    remote.close()
+
+
+def test_copies_and_pickles_of_the_wrapper_are_refused_and_name_what_works():
+    with local(nn.Linear(2, 2)) as model:
+        for attempt in (copy.copy, copy.deepcopy, lambda m: torch.save(m, io.BytesIO())):
+            with pytest.raises(UnsupportedError, match=r"deepcopy\(model.module\)"):
+                attempt(model)
+
+
+def test_as_a_part_of_another_module_it_saves_and_loads():
+    class Outer(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.head = inner, nn.Linear(2, 1)
+
+    with local(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))) as model:
+        outer = Outer(model)
+        ones = {name: torch.ones_like(value) for name, value in outer.state_dict().items()}
+        assert outer.load_state_dict(ones) == Outer(nn.Identity()).load_state_dict(
+            {"head.weight": torch.ones(1, 2), "head.bias": torch.ones(1)}
+        )
+        assert model.run(lambda net: net[0].weight.sum().item()) == [6.0, 6.0]
+        wrong = {**ones, "inner.0.weight": torch.ones(4, 4)}
+        del wrong["inner.0.bias"]
+        with pytest.raises(RuntimeError, match=r"(?s)size mismatch.*weight"):
+            outer.load_state_dict(wrong)
+        with pytest.raises(RuntimeError, match=r"Missing key.*inner\.0\.bias"):
+            outer.load_state_dict({k: v for k, v in ones.items() if k != "inner.0.bias"})
+
+
+def test_what_is_added_to_the_wrapper_itself_is_refused_at_the_next_call():
+    for add in (
+        lambda m: setattr(m, "head", nn.Linear(2, 2)),
+        lambda m: setattr(m, "weight", nn.Parameter(torch.ones(2, 2))),
+        lambda m: m.register_buffer("mask", torch.ones(2)),
+        lambda m: m.register_full_backward_hook(lambda *_: None),
+    ):
+        with local(nn.Linear(2, 2)) as model:
+            add(model)
+            with pytest.raises(UnsupportedError, match="of its own"):
+                model(torch.ones(3, 2))
+
+
+def test_submodules_are_found_by_name():
+    with local(nn.Sequential(nn.Linear(2, 2))) as model:
+        assert model.get_submodule("0") is model.module[0]
+        assert model.get_parameter("0.weight") is model.module[0].weight

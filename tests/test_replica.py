@@ -91,8 +91,8 @@ def add_gradient(replica: Replica, value: float) -> None:
 
 
 def gradients(peers: Peers) -> list[list[float] | None]:
-    return [None if r.parameters["weight"].grad is None else r.parameters["weight"].grad.flatten().tolist()
-            for r in peers.replicas]  # fmt: skip
+    found = [r.parameters["weight"].grad for r in peers.replicas]
+    return [None if g is None else g.flatten().tolist() for g in found]
 
 
 def linear() -> nn.Module:

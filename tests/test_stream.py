@@ -121,11 +121,11 @@ def test_what_is_under_way_and_what_gathers_is_bounded(stream, group):
 def test_version_and_ordinal(stream):
     stream.record(Forward, **FORWARD, grad=True, training=True)
     stream.record(Forward, **FORWARD, grad=False, training=False)
-    assert (stream.version, stream.ordinal, stream.num_local) == (0, 1, 1)
+    assert (stream.version, stream.ordinal, stream._counts.local) == (0, 1, 1)
     stream.record(Reduce, model=1)
-    assert (stream.version, stream.ordinal, stream.num_local) == (0, 1, 0)  # no mask is drawn twice within a step
+    assert (stream.version, stream.ordinal, stream._counts.local) == (0, 1, 0)  # no mask is drawn twice within a step
     step(stream)
-    assert (stream.version, stream.ordinal, stream.num_local) == (1, 0, 0)
+    assert (stream.version, stream.ordinal, stream._counts.local) == (1, 0, 0)
 
 
 def test_the_log_keeps_local_commands_until_a_commit(stream, group):

@@ -30,7 +30,7 @@ from .remote_tensor import RemoteTensor
 from .shipping import ship
 from .stream import Stream
 from .tree import flatten
-from .workforce import Wanted, add_model, check_module, check_options, leave, open_stream
+from .workforce import Wanted, add_model, check_device, check_module, check_options, check_workers, leave, open_stream
 
 logger = logging.getLogger("torchdl_ray")
 
@@ -107,10 +107,10 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         check_module(module)
-        check_options(dim, reduction, microbatch_size, loss_weight, timeout_s)
-        options = Options(
-            dim, reduction, out_dims, loss_weight, microbatch_size, torch.device(output_device), seed, dynamic_output
-        )
+        check_options(dim, reduction, microbatch_size, loss_weight, timeout_s, out_dims, seed)
+        device = check_device(output_device)
+        check_workers(workers)
+        options = Options(dim, reduction, out_dims, loss_weight, microbatch_size, device, seed, dynamic_output)
         compiled = isinstance(module, OptimizedModule)
         core: nn.Module = module._orig_mod if isinstance(module, OptimizedModule) else module
         claim(core)
@@ -150,8 +150,14 @@ class DataParallel(nn.Module):
             every worker gets whole.
         Returns: the module's output with RemoteTensors `[rows, ...]` in place of its tensors. Costs no message by
             itself; the first three calls of a kind wait for the output's structure.
-        Raises: ScatterError before anything is sent.
+        Raises: ScatterError before anything is sent; UnsupportedError for what was added to the wrapper itself.
         """
+        for what in ("_parameters", "_buffers", "_modules", "_backward_hooks", "_backward_pre_hooks"):
+            if getattr(self, what):
+                raise UnsupportedError(
+                    f"the wrapper has {what.strip('_')} of its own, which the workers lack; give them to the module "
+                    "before it is wrapped"
+                )
         return self._remember(self._caller.call("forward", args, kwargs))
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -240,6 +246,10 @@ class DataParallel(nn.Module):
         """The wrapped module's children."""
         return self._core.named_children()
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """The wrapped module's, as in named_modules."""
+        return self._core.get_submodule(target)
+
     def train(self, mode: bool = True) -> DataParallel:
         """Set the module's mode, here and with the next call on the workers."""
         self.training = mode
@@ -264,6 +274,16 @@ class DataParallel(nn.Module):
                 "assign=True would replace the parameters that the workers hold; load with assign=False"
             )
         return self._core.load_state_dict(state_dict, strict)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *told: Any) -> None:
+        """What a module that holds this one calls; `told` are lists of missing and unexpected keys and of errors."""
+        own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        try:
+            found = self.load_state_dict(own, False, metadata.get("assign_to_params_buffers", False))
+            told[0].extend(prefix + key for key in found.missing_keys)
+            told[1].extend(prefix + key for key in found.unexpected_keys)
+        except RuntimeError as error:
+            told[2].append(str(error))
 
     def to(self, *args: Any, **kwargs: Any) -> DataParallel:
         """Does nothing for a device: each worker keeps the module on its own. Raises UnsupportedError for a dtype."""
@@ -340,6 +360,12 @@ class DataParallel(nn.Module):
         if self._finalizer.detach() is not None:
             atexit.unregister(self._finalizer)
             _shut_down(self._stream, self._parameters_hub)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "a DataParallel holds workers and cannot be copied or pickled; copy.deepcopy(model.module) and "
+            "torch.save(model.state_dict(), path) work; model.run(fn) passes the module to fn"
+        )
 
     def __enter__(self) -> DataParallel:
         return self

@@ -48,6 +48,7 @@ class State:
     # set by the worker before each command
     arm: Callable[[Replica], None] = lambda replica: None
     fused: program.Backward | None = None
+    goes_back: bool = False  # the fused backward is running
 
     def known(self) -> dict[str, Tensor]:
         """All parameters of all models, by the name that optimizers use."""
@@ -88,7 +89,9 @@ def _forward(command: Forward, state: State, payload: Payload) -> Any:
     def each(call: Call, piece: Piece, last: bool) -> None:
         if last:
             state.arm(replica)
+        state.goes_back = True
         state.calls.piece_backward(call, piece, backward, (), 0)
+        state.goes_back = False
         piece.outputs = [x.detach() if isinstance(x, Tensor) else x for x in piece.outputs]
         call.released = last
 

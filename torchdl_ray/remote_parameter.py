@@ -299,6 +299,7 @@ class Parameters:
 
     def zero_grad(self, names: Iterable[str] | None = None, set_to_none: bool = True) -> None:
         """Set the named gradients (None: all) to None, or to zeros where they are not None. Costs no message."""
+        self._check_open()
         self.gradients.zero(self.parameters if names is None else names, set_to_none)
 
     def release(self) -> None:

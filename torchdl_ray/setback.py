@@ -22,10 +22,10 @@ from .program import Command, Drop, Failure, Step, ZeroGrad
 class Setback:
     """What follows from a failure.
 
-    `stand` and `gone` part the unacknowledged entries at the failing command; `redo` is the log of what stands; `zeroed`
-    are the gradients that a dropped zero_grad named, as (model, names), which may be lost; `source` is the rank to
-    copy from, or None; `num_steps` counts the optimizer steps among what was sent that are done for good; `counts` says
-    where the stream stands then.
+    `stand` and `gone` part the unacknowledged entries at the failing command; `redo` is the log of what stands;
+    `zeroed` are the gradients that a dropped zero_grad named, as (model, names), which may be lost; `source` is the
+    rank to copy from, or None; `num_steps` counts the optimizer steps among what was sent that are done for good;
+    `counts` says where the stream stands then.
     """
 
     stand: tuple[Entry, ...]

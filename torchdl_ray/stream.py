@@ -114,11 +114,6 @@ class Stream:
         """Forwards recorded since the last step that may draw random numbers."""
         return self._counts.ordinal
 
-    @property
-    def num_local(self) -> int:
-        """Local commands since the last commit: what a replay would do again."""
-        return self._counts.local
-
     def level(self, model: int) -> None:
         """Before anybody looks at buffers: if a training forward ran since the last commit, make them equal on all
         replicas by a commit of their own. Costs a command, no wait.

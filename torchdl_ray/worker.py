@@ -83,7 +83,7 @@ class Worker:
         results: list[tuple[int, Any]] = []
         self._results = results
         for command, backward, ahead in plan(message.commands):
-            self._current, self.state.fused = command, backward
+            self._current, self.state.fused, self.state.goes_back = command, backward, False
             self._reduction_ahead = ahead
             if self._failure is not None:
                 self._attend(command, backward)
@@ -118,8 +118,9 @@ class Worker:
     # ---- messages
 
     def _refuse(self, message: Message) -> Failure | None:
-        expected = 1 if message.generation > self.generation and message.resume else self._number + 1
-        if message.generation < self.generation or message.number > expected:
+        is_new = message.generation > self.generation
+        expected = 1 if is_new else self._number + 1
+        if message.generation < self.generation or message.number > expected or is_new != message.resume:
             stale = StaleMessage(
                 f"rank {self.state.rank} got message {message.number} of generation {message.generation} when it "
                 f"expected number {expected} of generation {self.generation}"
@@ -202,7 +203,8 @@ class Worker:
                 self._informed = True
 
     def _fail(self, command: Command, own: bool, text: str = "", exception: BaseException | None = None) -> None:
-        self._failure = self._describe(command.id, command.site, own, text, exception)
+        guilty = self.state.fused if self.state.goes_back and self.state.fused is not None else command
+        self._failure = self._describe(guilty.id, guilty.site, own, text, exception)
         self._informed = not own or self.state.collective.size == 1
         if command.kind is not Kind.COMMIT:
             self._attend(command, self.state.fused)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from . import placement
@@ -34,7 +35,15 @@ def check_module(module: Any) -> None:
         raise ArgumentError("the module is a DataParallel already; wrap the bare module")
 
 
-def check_options(dim: Any, reduction: Any, microbatch_size: Any, loss_weight: Any, timeout_s: Any) -> None:
+def check_workers(workers: Any) -> None:
+    """Raise ArgumentError for what has no workers to share."""
+    if workers is not None and not hasattr(workers, "_parameters_hub"):
+        raise ArgumentError(f"workers is a {type(workers).__name__}; expected another DataParallel")
+
+
+def check_options(
+    dim: Any, reduction: Any, microbatch_size: Any, loss_weight: Any, timeout_s: Any, out_dims: Any, seed: Any
+) -> None:
     """Raise ArgumentError for options of a wrong kind or value."""
     if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
         raise ArgumentError(f"dim is {dim!r}; expected an int of at least 0, the dimension of the inputs' rows")
@@ -50,8 +59,26 @@ def check_options(dim: Any, reduction: Any, microbatch_size: Any, loss_weight: A
         raise ArgumentError(
             f"loss_weight is a {type(loss_weight).__name__}; expected a function of the call's arguments"
         )
-    if not timeout_s > 0:
+    for dims in out_dims.values() if isinstance(out_dims, Mapping) else [out_dims]:
+        if dims is not None and (isinstance(dims, bool) or not isinstance(dims, int)):
+            raise ArgumentError(f"out_dims is {out_dims!r}; expected an int, or a mapping of output names to ints")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ArgumentError(f"seed is {seed!r}; expected an int")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
         raise ArgumentError(f"timeout_s is {timeout_s!r}; expected a positive number of seconds")
+
+
+def check_device(device: Any) -> torch.device:
+    """The device that outputs come to. Raises ArgumentError for one that this process does not have."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ArgumentError(
+            f"output_device is {device!r}, which this process cannot use ({str(error).splitlines()[0]:.100}); expected "
+            "'cpu', or a device that is here"
+        ) from error
+    return found
 
 
 @dataclass(frozen=True, slots=True)
