@@ -271,7 +271,9 @@ def test_infinities_give_no_nan() -> None:
     mask = torch.full((3, 3), float("-inf")).triu(1)
     changed = mask.clone()
     changed[2, 0] = 5.0
-    assert torch.equal(leveled(mask, [changed, mask], [0.5, 0.5]), mask + torch.tensor([[0, 0, 0], [0, 0, 0], [2.5, 0, 0]]))
+    assert torch.equal(
+        leveled(mask, [changed, mask], [0.5, 0.5]), mask + torch.tensor([[0, 0, 0], [0, 0, 0], [2.5, 0, 0]])
+    )
 
 
 @pytest.mark.parametrize(

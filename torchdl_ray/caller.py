@@ -35,6 +35,8 @@ from .row_list import is_per_row, join_rows, whole_output
 from .stream import Stream
 
 TRUSTED_AFTER = 3
+MAX_TEMPLATES = 64
+_SMALL = frozenset((Cut, Same, type(None), bool, int, str))
 Reduction = str | Mapping[Any, str]
 
 
@@ -113,6 +115,7 @@ class Caller:
         self.stream, self.model, self.module, self.owner = stream, model, module, owner
         self.layout, self.options = layout, options
         self.kinds: dict[Any, Kind] = {}
+        self._templates: dict[Any, bytes] = {}
         stream.on_drop.append(self.forget)
         self._modules, self._parameters = list(module.modules()), list(module.parameters())
         self._reduction, self._out_dims = told(options.reduction), told(options.out_dims)
@@ -148,7 +151,7 @@ class Caller:
             model=self.model,
             call=number,
             method=method,
-            template=cloudpickle.dumps((marks, plan.spec)),
+            template=self._template(marks, plan.spec),
             differentiable=tuple(i for i, _, _ in inputs),
             grad=grad,
             inference=torch.is_inference_mode_enabled(),
@@ -180,6 +183,18 @@ class Caller:
             call.learn(expected, self._reading(expected), kind.joinable)
             return self._outputs(call, token, None)
         return self._waited(call, token, kind)
+
+    def _template(self, marks: list[Any], spec: Any) -> bytes:
+        """The pickle of marks and spec, kept where all marks are small values: making it takes long."""
+        if not all(type(mark) in _SMALL for mark in marks):
+            return bytes(cloudpickle.dumps((marks, spec)))
+        key = spec, tuple((type(mark), mark) for mark in marks)
+        found = self._templates.get(key)
+        if found is None:
+            if len(self._templates) >= MAX_TEMPLATES:
+                self._templates.clear()
+            found = self._templates[key] = bytes(cloudpickle.dumps((marks, spec)))
+        return found
 
     # ---- inputs
 

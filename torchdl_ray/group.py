@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from ray import cloudpickle
 
 from . import placement
 from .collective import Rendezvous, StopFlag, host_store, join
@@ -99,13 +101,13 @@ class WorkerActor:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return name, getattr(collective, "note", "") or ""
 
-    def execute(self, message: Message, lengths: tuple[tuple[int, int], ...], *handles: Any) -> Reply:
-        """Execute a message; `lengths` says how many of the handles belong to which command."""
+    def execute(self, message: bytes, lengths: tuple[tuple[int, int], ...], *handles: Any) -> Reply:
+        """Execute a pickled message; `lengths` says how many of the handles belong to which command."""
         payload, start = {}, 0
         for command, count in lengths:
             payload[command] = handles[start : start + count]
             start += count
-        return self.worker.execute(message, payload)
+        return self.worker.execute(pickle.loads(message), payload)
 
 
 class WorkerGroup:
@@ -136,6 +138,7 @@ class WorkerGroup:
         self._pending: dict[int, tuple[Any, int]] = {}  # by a running number: (reference, rank)
         self._numbers = itertools.count()
         self._unreachable: list[Lost] = []
+        self._last_packed: tuple[Message, bytes] | None = None
         self._closed = False
         self._store = host_store(timeout_s)
         try:
@@ -167,12 +170,18 @@ class WorkerGroup:
         lengths = tuple((command, len(handles)) for command, handles in payload.items())
         handles = [handle for group in payload.values() for handle in group]
         try:
-            ref = placement.call(self.actors[rank], "execute", message, lengths, *handles)
+            ref = placement.call(self.actors[rank], "execute", self._packed(message), lengths, *handles)
         except Exception as error:  # Ray was shut down, or was started anew since
             member = self.members[rank]
             self._unreachable.append(Lost(rank, member.node_ip, member.pid, f"it cannot be reached any more ({error})"))
             return
         self._pending[next(self._numbers)] = (ref, rank)
+
+    def _packed(self, message: Message) -> bytes:
+        """The message as bytes, made once for all ranks."""
+        if self._last_packed is None or self._last_packed[0] is not message:
+            self._last_packed = message, cloudpickle.dumps(message)
+        return self._last_packed[1]
 
     def receive(self, timeout_s: float, arrived: list[Reply | Lost]) -> None:
         """See `Group`."""
