@@ -210,6 +210,19 @@ def test_a_generator_and_a_discriminator_side_by_side(shared):
                     assert torch.allclose(model.state_dict()[name], value, atol=1e-12, rtol=0)
 
 
+def test_a_model_on_shared_workers_leaves_them_alone():
+    with local(nn.Linear(2, 1), 2) as first:
+        second = DataParallel(nn.Linear(2, 1), workers=first)
+        workers = first._stream.group.workers
+        assert [len(w.state.replicas) for w in workers] == [2, 2]
+        second.close()
+        first.run(lambda m: None)
+        assert [len(w.state.replicas) for w in workers] == [1, 1]
+        first(torch.ones(2, 2)).sum().backward()
+        with pytest.raises(ClosedError):
+            second(torch.ones(2, 2))
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -277,6 +290,8 @@ def test_views():
         ({"seed": "a"}, "seed"),
         ({"timeout_s": None}, "timeout_s"),
         ({"workers": nn.Linear(2, 2)}, "workers"),
+        ({"name": 3}, "name"),
+        ({"runtime_env": 3}, "runtime_env"),
     ],
 )
 def test_arguments_of_a_wrong_kind_are_named(options, message):

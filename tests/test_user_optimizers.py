@@ -535,5 +535,3 @@ def test_release_after_a_loss_is_loud(pairs: Callable[..., Pair]) -> None:
             p.grad = torch.ones_like(p)
         o.step()
     assert_equal(*[o.state_dict() for o in pair.optimizers])
-
-

@@ -93,9 +93,7 @@ class Buckets:
         old = {name: self.grad(name) for name in self.present}
         for hook in self._hooks:
             hook.remove()
-        trainable = [
-            (n, p) for n, p in self.parameters.items() if p.requires_grad or self.present.get(n) or n == also
-        ]
+        trainable = [(n, p) for n, p in self.parameters.items() if p.requires_grad or self.present.get(n) or n == also]
         groups: list[list[tuple[str, nn.Parameter]]] = []
         open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[str, nn.Parameter]], list[int]]] = {}
         for name, p in reversed(trainable):

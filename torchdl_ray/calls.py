@@ -58,10 +58,21 @@ class Call:
     structure: Structure | None = None
     pieces: list[Piece] = field(default_factory=list)
     whole_inputs: frozenset[int] = frozenset()  # inputs that every piece got whole: their gradients add up
+    scalars: dict[int, Tensor] = field(default_factory=dict)  # the 0-dim outputs, joined
     released: bool = False
+
+    def join_scalars(self) -> None:
+        """Join the 0-dim outputs of the pieces, so that one that cannot be joined fails this call and no later command;
+        does not wait for the device.
+        """
+        if self.structure is not None:
+            kinds = enumerate(self.structure.leaves)
+            self.scalars = {k: self.value(k) for k, kind in kinds if kind.tensor and kind.ndim == 0}
 
     def value(self, leaf: int) -> Any:
         """Output `leaf` of this rank, its pieces joined. A tensor comes detached."""
+        if leaf in self.scalars:
+            return self.scalars[leaf]
         values = [
             p.outputs[leaf].detach() if isinstance(p.outputs[leaf], Tensor) else p.outputs[leaf] for p in self.pieces
         ]
@@ -196,6 +207,7 @@ class Calls:
             del output, mine, same, inputs, piece_args, piece_kwargs  # so that one piece's graph is alive at a time
             if each is not None:
                 each(call, call.pieces[-1], number == len(data.pieces) - 1)
+        call.join_scalars()
         return call
 
     def _leaf(self, leaf: Any, cut: list[Any], same: list[Any], rows: slice | None, dim: int) -> Any:

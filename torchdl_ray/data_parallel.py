@@ -124,7 +124,7 @@ class DataParallel(nn.Module):
             hub = Parameters(core, stream, model, seed)
             caller = Caller(stream, model, core, hub, Layout(stream.group.size), options)
         except BaseException:
-            leave(stream, finish=False)
+            leave(stream, None)
             raise
         finalizer = weakref.finalize(self, _let_go, stream, hub)
         finalizer.atexit = False
@@ -352,7 +352,7 @@ class DataParallel(nn.Module):
 
     @property
     def version(self) -> int:
-        """The number of optimizer steps recorded."""
+        """The number of optimizer steps recorded, by all models on the same workers."""
         return self._stream.version
 
     def close(self) -> None:
@@ -394,7 +394,7 @@ def _shut_down(stream: Stream, hub: Parameters) -> None:
         optim.release_optimizers(hub)
         hub.release()
     finally:
-        leave(stream, finish=True)
+        leave(stream, hub.model)
 
 
 optim.install()

@@ -184,7 +184,7 @@ def _write(command: program.Write, state: State, payload: Payload) -> None:
     targets = named_tensors(replica, command.names)
     with torch.no_grad():
         for name, wire in zip(command.names, payload, strict=True):
-            targets[name].copy_(tree.from_wire(wire))
+            targets[name].copy_(tree.from_wire(wire, writable=False))
     replica.refresh()
 
 
@@ -250,6 +250,11 @@ def _change(command: program.Change, state: State, payload: Payload) -> Any:
 def _add_model(command: program.AddModel, state: State, payload: Payload) -> None:
     module = settle(unship(payload[0], device=state.device), state.device, command.seed, command.compiled)
     state.replicas[command.model] = Replica(module, state.rank, state.size)
+
+
+@execute.register
+def _drop_model(command: program.DropModel, state: State, payload: Payload) -> None:
+    del state.replicas[command.model]
 
 
 @execute.register

@@ -12,6 +12,8 @@ Invariant: when `spawn` ends, by a result, an error or Ctrl-C, no process of it 
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
 import re
 import socket
@@ -114,6 +116,15 @@ def _payload(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
         raise ArgumentError(f"fn is {fn!r}; expected a function that takes (rank, world_size, *args)")
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
         raise ArgumentError(f"args is {args!r}; expected a tuple, such as ({args!r},)")
+    with contextlib.suppress(ValueError):  # some builtins have no signature
+        signature = inspect.signature(fn)
+        try:
+            signature.bind(0, 1, *args)
+        except TypeError as error:
+            name = getattr(fn, "__qualname__", repr(fn))
+            raise ArgumentError(
+                f"{name}{signature} cannot be called with (rank, world_size, *args) and {len(args)} args: {error}"
+            ) from error
     try:
         return _dumps((fn, tuple(args)))
     except Exception as error:

@@ -241,6 +241,14 @@ class AddModel(Command):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DropModel(Command):
+    """Forget a model: it was closed, but others live on the same workers."""
+
+    kind = Kind.COMMIT
+    model: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Copy(Command):
     """Take over rank `source`'s whole state: models, optimizers, gradients, position. Only the first in a resumed
     generation, when a failure left replicas different.
@@ -322,8 +330,8 @@ class Hash(Command):
 class Message:
     """One program for one rank. Numbers rise by one within a generation, starting at 1; doubles are ignored.
 
-    A message with `resume` set opens a new generation: the worker undoes its local commands, forgets its failure, and
-    goes on from `position`, which must be its own.
+    A message with `resume` set is the first of a new generation: the worker undoes its local commands and forgets its
+    failure.
     """
 
     generation: int

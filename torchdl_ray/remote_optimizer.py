@@ -213,9 +213,7 @@ class RemoteOptimizer:
             self._split = (membership, membership.of(self._keys))
         return self._split[1]
 
-    def _changes(
-        self, optimizer: Optimizer, membership: Membership
-    ) -> tuple[Changes | None, list[SentGroup]]:
+    def _changes(self, optimizer: Optimizer, membership: Membership) -> tuple[Changes | None, list[SentGroup]]:
         groups: list[SentGroup] = []
         changed: list[GroupChange] = []
         for group, members in self._parts(membership):

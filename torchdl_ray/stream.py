@@ -70,9 +70,7 @@ class Stream:
         self._id += 1
         return self._id
 
-    def record(
-        self, kind: type[Command], payload: Sequence[tuple[Any, ...]] | None = None, **fields: Any
-    ) -> Pending:
+    def record(self, kind: type[Command], payload: Sequence[tuple[Any, ...]] | None = None, **fields: Any) -> Pending:
         """Append a command; nothing is sent yet (unless `sync`). Costs no message.
 
         Args:

@@ -56,8 +56,7 @@ def _collect(state: State, counts: tuple[int, int]) -> dict[str, Any]:
         "replicas": {number: ship(_tensors(replica)) for number, replica in state.replicas.items()},
         "modes": {n: {k: m.training for k, m in r.modules.items()} for n, r in state.replicas.items()},
         "optimizers": {
-            number: adoption.ship_optimizer(optimizer, name_of)
-            for number, optimizer in state.optimizers.items()
+            number: adoption.ship_optimizer(optimizer, name_of) for number, optimizer in state.optimizers.items()
         },
         "values": ship(state.values),
     }

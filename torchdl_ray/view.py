@@ -44,12 +44,13 @@ def digest(hashes: Mapping[str, str]) -> str:
 
 
 def differing(found: Sequence[Mapping[str, str]]) -> dict[str, tuple[int, ...]]:
-    """The names that are not equal everywhere, with the ranks that differ from the majority."""
+    """The names that are not equal everywhere, with the ranks that differ from the majority, or all without one."""
     odd: dict[str, tuple[int, ...]] = {}
     for name in sorted({n for hashes in found for n in hashes}):
         values = [hashes.get(name) for hashes in found]
         usual = max(set(values), key=values.count)
-        ranks = tuple(r for r, value in enumerate(values) if value != usual)
+        has_majority = 2 * values.count(usual) > len(values)
+        ranks = tuple(r for r, value in enumerate(values) if value != usual or not has_majority)
         if ranks:
             odd[name] = ranks
     return odd

@@ -38,14 +38,16 @@ def to_wire(tensor: torch.Tensor, *, copy: bool = False) -> WireTensor:
     """
     check_sendable(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
-    order = _memory_order(plain)
-    dense = plain.permute(order).contiguous()
+    order = None if plain.is_contiguous() else _memory_order(plain)
+    dense = plain if order is None else plain.permute(order).contiguous()
     if copy and dense.data_ptr() == tensor.data_ptr() and tensor.device.type == "cpu":
         dense = dense.clone()
     if dense.dtype not in _NUMPY_KNOWS:
         dense = dense.view(_AS_INTEGERS[dense.element_size()])
-    inverse = tuple(int(axis) for axis in np.argsort(order))
-    return WireTensor(dense.numpy().transpose(inverse), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    array = dense.numpy()
+    if order is not None:
+        array = array.transpose(sorted(range(len(order)), key=order.__getitem__))
+    return WireTensor(array, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def from_wire(wire: WireTensor, device: torch.device | str | None = None, *, writable: bool = True) -> torch.Tensor:
@@ -120,8 +122,5 @@ def _unsendable(tensor: torch.Tensor) -> str | None:
 
 def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """The dimensions from the slowest to the fastest where that makes the tensor contiguous, else as they are."""
-    if not tensor.is_contiguous():
-        order = tuple(sorted(range(tensor.ndim), key=lambda axis: tensor.stride()[axis], reverse=True))
-        if tensor.permute(order).is_contiguous():
-            return order
-    return tuple(range(tensor.ndim))
+    order = tuple(sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else tuple(range(tensor.ndim))

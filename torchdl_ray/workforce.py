@@ -19,7 +19,7 @@ from . import placement
 from .errors import ArgumentError
 from .group import Group, WorkerGroup
 from .local_group import LocalGroup
-from .program import AddModel
+from .program import AddModel, DropModel
 from .resources import check_arguments, resolve
 from .shipping import Shipment
 from .stream import Stream
@@ -121,14 +121,21 @@ def add_model(stream: Stream, shipment: Shipment, seed: int, compiled: bool) -> 
     return model
 
 
-def leave(stream: Stream, finish: bool) -> None:
-    """One user less; the last lets the workers go, after what was recorded unless `finish` is False."""
+def leave(stream: Stream, model: int | None) -> None:
+    """One user less. The last lets the workers go after what was recorded; before that only the model is forgotten.
+
+    Args:
+        model: its number on the workers, None where it never came to be.
+    """
     stream.users -= 1
-    if stream.users <= 0:
-        if finish:
-            stream.close()
-        else:
-            stream.abandon()
+    if stream.users > 0:
+        if model is not None:
+            stream.record(DropModel, model=model)
+            stream.flush()
+    elif model is None:
+        stream.abandon()
+    else:
+        stream.close()
 
 
 def open_group(wanted: Wanted) -> Group:
@@ -138,6 +145,10 @@ def open_group(wanted: Wanted) -> Group:
     Raises: ArgumentError, PlacementError; nothing is left behind.
     """
     arguments = wanted.num_workers, wanted.use_gpu, wanted.resources_per_worker
+    if not isinstance(wanted.name, str | None):
+        raise ArgumentError(f"name is {wanted.name!r}; expected a string")
+    if not isinstance(wanted.runtime_env, Mapping | None):
+        raise ArgumentError(f"runtime_env is {wanted.runtime_env!r}; expected a dict, as Ray has it")
     is_zero = wanted.num_workers == 0 and not isinstance(wanted.num_workers, bool)
     if is_zero:
         return LocalGroup()

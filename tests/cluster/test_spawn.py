@@ -139,6 +139,8 @@ def test_interrupt_ends_all(nothing_left, tmp_path):
         ({"args": "digits"}, r"args is 'digits'; expected a tuple"),
         ({"args": (threading.Lock(),)}, "cannot be pickled"),
         ({"fn": "train"}, "fn is 'train'"),
+        ({"args": (1, 2, 3)}, "3 args: too many positional arguments"),
+        ({"fn": lambda rank, world_size, epochs: None}, "0 args: missing a required argument: 'epochs'"),
     ],
 )
 def test_wrong_arguments(arguments, message):
