@@ -6,7 +6,6 @@ Expected values come from plain PyTorch on the whole shard.
 from __future__ import annotations
 
 import gc
-import hashlib
 import itertools
 import pickle
 import weakref
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdl_ray import tree
-from torchdl_ray.calls import Call, Calls, Piece, describe, seed_generators, seed_of
+from torchdl_ray.calls import Call, Calls, Piece, describe
 from torchdl_ray.errors import BackwardError, StructureChanged
 from torchdl_ray.layout import Layout
 from torchdl_ray.program import (
@@ -107,33 +106,14 @@ def assert_close(found: dict[str, Tensor | None], expected: dict[str, Tensor | N
 # ---- random numbers
 
 
-def test_every_field_changes_the_seed() -> None:
-    grid = list(itertools.product([0, 1, 11], repeat=5))
-    seeds = {seed_of(RandomKey(a, b, c), shard, piece) for a, b, c, shard, piece in grid}
-    assert len(seeds) == len(grid)  # 1/11 and 11/1 are not the same either
-    assert all(0 <= s < 2**63 for s in seeds)
-
-
-def test_seeds_are_the_same_in_every_process() -> None:
-    digest = hashlib.blake2b(b"1/2/3/4/5", digest_size=8).digest()
-    assert seed_of(KEY, 4, 5) == int.from_bytes(digest, "little") // 2 == 4687106553491433464
-
-
-def test_generators_draw_what_manual_seed_draws() -> None:
-    seed = seed_of(KEY, 0, 0)
-    torch.manual_seed(seed)
-    expected = torch.rand(5)
-    seed_generators(seed, CPU)
-    assert torch.equal(torch.rand(5), expected)
-
-
 def test_a_replay_draws_the_same_and_other_pieces_differ() -> None:
     ones = torch.ones(8, 100, dtype=torch.float64)
     module = nn.Dropout(0.5)
 
     def run(data: ShardData, key: RandomKey = KEY) -> Tensor:
         torch.manual_seed(torch.seed())
-        return Calls(CPU).forward(module, forward(Cut(0), key=key), data, ()).value(0)
+        found: Tensor = Calls(CPU).forward(module, forward(Cut(0), key=key), data, ()).value(0)
+        return found
 
     first = run(shard(ones, microbatch_size=2))
     assert torch.equal(first, run(shard(ones, microbatch_size=2)))
@@ -160,7 +140,9 @@ def test_outputs_of_pieces_join(microbatch_size: int | None) -> None:
     assert call.shapes() == ((7, 2), ())
     told = call.result()
     assert told.shapes == ((7, 2), ())
-    assert told.scalars == ((1, pytest.approx(mean.item())),)
+    ((leaf, value),) = told.scalars
+    assert leaf == 1
+    assert value == pytest.approx(mean.item())
     assert told.structure is not None
     assert told.structure.leaves[1] == LeafKind(True, "float64", 0, True)
 
@@ -292,7 +274,7 @@ def test_a_shard_of_a_batch_scales_by_its_share() -> None:
     # each piece's loss is the mean over its rows, and counts by its weight
     plain = Net()
     shares = [((0, 2), 1 / 15), ((2, 3), 2 / 15), ((3, 5), 7 / 15), ((5, 7), 5 / 15)]
-    sum(plain(x[a:b])[1] * share for (a, b), share in shares).backward()  # type: ignore[union-attr]
+    sum(plain(x[a:b])[1] * share for (a, b), share in shares).backward()
     assert_close(grads(net), grads(plain))
 
 
@@ -326,6 +308,22 @@ def test_rows_of_gradients_and_gradients_of_inputs(microbatch_size: int | None, 
     torch.testing.assert_close(tree.from_wire(found[0]), x.grad)
     torch.testing.assert_close(tree.from_wire(found[1]), scale.grad)
     assert_close(grads(net), grads(plain) if full else dict.fromkeys(grads(plain)))
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_gradient_of_ones_own_for_a_scalar(microbatch_size: int | None, reduction: str) -> None:
+    """A driver that reads losses by replica sends a gradient for each."""
+    x, net, calls = data(5), Net(), Calls(CPU)
+    command = forward(Cut(0), reduction=reduction)
+    call = calls.forward(net, command, shard(x, microbatch_size=microbatch_size), ())
+    seed = torch.tensor(3.0, dtype=torch.float64)
+    calls.backward(backward(Seed(1, Cut(0))), (wire(seed),), nothing)
+    plain = Net()
+    parts = [(plain(part)[1], len(part) / 5) for part in x.split([p.rows for p in call.pieces])]
+    for loss, share in parts:
+        (3.0 * loss * (share if reduction == "mean" else 1.0)).backward()
+    assert_close(grads(net), grads(plain))
 
 
 @pytest.mark.parametrize("sizes", [(None, None), (2, None), (None, 2), (2, 3)])

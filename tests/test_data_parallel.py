@@ -11,6 +11,7 @@ from torch import nn
 
 from torchdl_ray import DataParallel
 from torchdl_ray.errors import ArgumentError, BackwardError, ClosedError, OutOfSync, UnsupportedError
+from torchdl_ray.view import differing
 
 
 def local(module, workers=2, **options):
@@ -276,7 +277,7 @@ def test_a_compiled_module_keeps_its_bare_keys():
 
 def test_views():
     with local(nn.Linear(2, 2), 2) as model:
-        assert repr(model) == "DataParallel(Linear, 2 workers on 1 nodes, cpu; step 0)"
+        assert repr(model) == "DataParallel(Linear, 2 workers on 1 node, cpu; step 0)"
         assert "<table>" in model._repr_html_()
         assert "rank=1" in repr(model.replicas[1])
 
@@ -365,3 +366,16 @@ def test_submodules_are_found_by_name():
     with local(nn.Sequential(nn.Linear(2, 2))) as model:
         assert model.get_submodule("0") is model.module[0]
         assert model.get_parameter("0.weight") is model.module[0].weight
+
+
+def test_two_replicas_that_differ_are_both_named():
+    assert differing([{"w": "a", "b": "c"}, {"w": "b", "b": "c"}]) == {"w": (0, 1)}
+    assert differing([{"w": "a"}, {"w": "b"}, {"w": "a"}]) == {"w": (1,)}
+
+
+def test_a_model_whose_stream_ended_shows_as_closed():
+    model = local(nn.Linear(2, 2))
+    model._stream.close(RuntimeError("a worker died"))
+    assert "closed" in repr(model)
+    assert "closed" in model._repr_html_()
+    model.close()

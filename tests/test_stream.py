@@ -204,7 +204,7 @@ def test_a_lost_worker_closes(stream, group):
     pending = step(stream)
     stream.flush()
     group.replies = [Lost(1, "10.0.0.1", 77, "it was killed.")]
-    with pytest.raises(WorkerLost, match=r"worker 1 \(node 10.0.0.1, pid 77\) died at step 0.*it was killed"):
+    with pytest.raises(WorkerLost, match=r"worker 1 \(node 10.0.0.1, pid 77\) is lost at step 0.*it was killed"):
         pending.wait("it")
     assert group.closed
     assert group.stopped

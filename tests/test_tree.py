@@ -308,3 +308,13 @@ def test_the_mean_of_scalars_is_numpys_average(parts: list[tuple[float, int]], d
 def test_errors_are_of_the_packages_tree() -> None:
     assert issubclass(ScatterError, TorchdlError)
     assert issubclass(GatherError, ValueError)
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_a_tuple_of_numbers_is_never_cut(rows):
+    """A size or some dimensions, also where it is as long as the batch; a tuple of strings has an entry per row."""
+    x = torch.zeros(rows, 3, 3)
+    for shard in tree.scatter((x, (1, 2), torch.Size((8, 8)), tuple("ab" if rows == 2 else "abcde")), 2):
+        assert shard[1] == (1, 2)
+        assert shard[2] == (8, 8)
+        assert len(shard[3]) == len(shard[0])

@@ -1,6 +1,7 @@
 """The worker: messages by number, what a plan fuses and arms, positions, failures on one rank and on all."""
 
 import contextlib
+import copy
 import threading
 
 import pytest
@@ -348,3 +349,58 @@ def test_a_graph_that_waits_across_a_step_outlives_a_failure(workers):
             states.append({k: v.clone() for k, v in play(model, other, optimizers, fails).items()})
             model.check_sync()
     assert all(torch.equal(states[1][name], value) for name, value in states[0].items())
+
+
+class Wide(nn.Module):
+    """More than one bucket, and a part that is not always used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.rare = nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 1)
+
+    def forward(self, x, rare=False):
+        hidden = self.second(torch.tanh(self.first(x)))
+        return self.rare(hidden).mean() if rare else hidden.mean()
+
+
+def test_two_models_pending_at_one_commit_are_reduced_in_one_order():
+    """The second model's sums begin during its backward on the ranks that have rows; a rank without rows must not begin
+    with the first model."""
+    torch.manual_seed(0)
+    small, wide = nn.Linear(600, 1), Wide()
+    plain = copy.deepcopy(small), copy.deepcopy(wide)
+    x = torch.randn(1, 600)
+    with DataParallel(small, 2, backend="local", timeout_s=20) as first, DataParallel(wide, workers=first) as second:
+        for a, b in ((first, second), plain):
+            optimizer = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                a(x).mean().backward()
+                b(x).backward()
+                optimizer.step()
+        for model, net in zip((first, second), plain, strict=True):
+            for name, value in net.state_dict().items():
+                assert torch.allclose(model.state_dict()[name], value, atol=1e-6), name
+
+
+def step_with_penalty(model, optimizer):
+    penalty = sum(p.square().sum() for p in model.parameters())
+    model(torch.ones(4, 2, dtype=torch.float64)).mean().backward()
+    penalty.backward()
+    optimizer.step()
+    model.run(lambda m: None)
+
+
+def test_a_penalty_after_a_failed_forward_is_dropped_with_it():
+    net = nn.Linear(3, 1).double()
+    with DataParallel(net, 2, backend="local", timeout_s=20) as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):  # until the structure is trusted and nothing waits
+            optimizer.zero_grad()
+            model(torch.ones(4, 3, dtype=torch.float64)).mean().backward()
+            optimizer.step()
+        before = model.state_dict()
+        with pytest.raises(RuntimeError, match="shapes"):
+            step_with_penalty(model, optimizer)
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+        assert len(set(model.check_sync())) == 1

@@ -187,7 +187,13 @@ class Caller:
     def _template(self, marks: list[Any], spec: Any) -> bytes:
         """The pickle of marks and spec, kept where all marks are small values: making it takes long."""
         if not all(type(mark) in _SMALL for mark in marks):
-            return bytes(cloudpickle.dumps((marks, spec)))
+            try:
+                return bytes(cloudpickle.dumps((marks, spec)))
+            except Exception as error:
+                raise ArgumentError(
+                    f"an argument of the call cannot travel to the workers: {type(error).__name__}: {error}. Arguments "
+                    "are tensors, arrays, and objects that pickle; build the rest inside the module"
+                ) from error
         key = spec, tuple((type(mark), mark) for mark in marks)
         found = self._templates.get(key)
         if found is None:

@@ -37,6 +37,7 @@ from .program import (
     WireTensor,
 )
 from .reading import Reading, read
+from .shipping import dumps_on_cpu
 
 
 @dataclass(slots=True)
@@ -110,7 +111,7 @@ class Call:
             structure=None if known else self.structure,
             shapes=None if known else tuple(shapes),
             scalars=tuple(scalars),
-            objects=_pickle(objects) if objects else b"",
+            objects=dumps_on_cpu(objects) if objects else b"",
         )
 
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
@@ -120,12 +121,6 @@ class Call:
         return tuple(
             tuple(self.value(k).shape) if kind.tensor else None for k, kind in enumerate(self.structure.leaves)
         )
-
-
-def _pickle(obj: Any) -> bytes:
-    from ray import cloudpickle
-
-    return bytes(cloudpickle.dumps(obj))
 
 
 def seed_of(key: RandomKey, shard: int, piece: int) -> int:
@@ -239,7 +234,9 @@ class Calls:
             )
         call.structure = structure
         # a 0-dim output may be a view of something that a later step changes; a clone is cheap
-        leaves = [x.clone() if isinstance(x, Tensor) and x.ndim == 0 and x.is_leaf else x for x in leaves]
+        leaves = [
+            x.clone() if isinstance(x, Tensor) and x.ndim == 0 and (x.is_leaf or x._is_view()) else x for x in leaves
+        ]
         call.pieces.append(Piece(rows, weight, leaves, inputs))
 
     # ---- backward

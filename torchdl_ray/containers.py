@@ -225,6 +225,7 @@ def collapse(
 ) -> tuple[list[Any], list[bool], Spec]:
     """Turn every outermost list or tuple of `rows` entries (None: of any length) without tensors inside into one leaf.
 
+    With `rows` told, a tuple of numbers is a size or some dimensions and has no entry per row, whatever its length.
     `protected` spares this container itself (the tuple of a call's arguments), not those inside.
     """
     if spec.node is None:
@@ -232,7 +233,9 @@ def collapse(
     if spec.node in (list, tuple) and rows in (None, len(spec.children)) and not protected:
         num = spec.num_leaves
         held, flags = [next(leaves) for _ in range(num)], [next(whole) for _ in range(num)]
-        if not any(flags) and not any(isinstance(leaf, torch.Tensor | np.ndarray) for leaf in held):
+        numbers = all(isinstance(leaf, int | float | complex) for leaf in held)
+        is_size = rows is not None and spec.node is tuple and numbers
+        if not is_size and not any(flags) and not any(isinstance(leaf, torch.Tensor | np.ndarray) for leaf in held):
             return [unflatten(spec, held)], [False], Spec()
         leaves, whole = iter(held), iter(flags)
     parts = [collapse(child, leaves, whole, rows, False) for child in spec.children]

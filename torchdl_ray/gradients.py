@@ -28,6 +28,7 @@ from .wire import from_wire, to_wire
 
 OFF = torch._C.DisableTorchFunctionSubclass
 T: Any = Tensor
+_SOMETHING = torch.empty(0)
 
 
 class Gradients:
@@ -68,9 +69,9 @@ class Gradients:
             self._learn()
         return self.handle(name) if self._present[name] else None
 
-    def is_known(self, name: str) -> bool:
-        """Whether it is known without waiting whether the gradient is None."""
-        return self._present[name] is not None
+    def if_any(self, name: str) -> Tensor | None:
+        """For who will set the gradient to None in any case: None where it is None, else some tensor. Never waits."""
+        return None if self._present[name] is False else _SOMETHING
 
     def handle(self, name: str) -> RemoteGradient:
         """The one handle of a gradient that is not None."""

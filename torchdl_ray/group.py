@@ -22,7 +22,7 @@ from ray import cloudpickle
 
 from . import placement
 from .collective import Rendezvous, StopFlag, host_store, join
-from .errors import PlacementError
+from .errors import PlacementError, WorkerLost
 from .placement import Member
 from .program import Message, Reply, ShardData, WireTensor
 from .shipping import Shipment
@@ -96,7 +96,11 @@ class WorkerActor:
     def join(self, rendezvous: Rendezvous, generation: int) -> tuple[str, str]:
         """Form the group of a generation; returns the device's name and a note on the transport that was chosen."""
         stop = StopFlag(rendezvous.connect(), generation)
-        collective = join(rendezvous, self.worker.state.rank, device=self.device, stop=stop)
+        try:
+            collective = join(rendezvous, self.worker.state.rank, device=self.device, stop=stop)
+        except BaseException:
+            stop.close()
+            raise
         self.worker.join(collective)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return name, getattr(collective, "note", "") or ""
@@ -140,7 +144,11 @@ class WorkerGroup:
         self._unreachable: list[Lost] = []
         self._last_packed: tuple[Message, bytes] | None = None
         self._closed = False
-        self._store = host_store(timeout_s)
+        try:
+            self._store = host_store(timeout_s)
+        except BaseException:
+            reservation.release()
+            raise
         try:
             self.actors = reservation.create(
                 WorkerActor,
@@ -194,7 +202,7 @@ class WorkerGroup:
         for key, outcome in outcomes.items():
             member = self.members[self._pending[key][1]]
             if isinstance(outcome, placement.Failed):
-                outcome = Lost(member.rank, member.node_ip, member.pid, str(outcome.error))
+                outcome = Lost(member.rank, member.node_ip, member.pid, _why(outcome.error))
             arrived.append(outcome)
             del self._pending[key]
 
@@ -212,6 +220,14 @@ class WorkerGroup:
             later = threading.Timer(2.0, self._store.close)
             later.daemon = True
             later.start()
+
+
+def _why(error: BaseException) -> str:
+    """What became of a worker that did not answer as it should, in one line."""
+    text = " ".join(str(error).split())
+    if isinstance(error, WorkerLost):
+        return f"it died: {text.split(' died: ', 1)[-1][:400]}"
+    return f"its process failed outside of any command, with {type(error).__name__}: {text[-400:]}"
 
 
 def _own(data: Any) -> Any:

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from ray import cloudpickle
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,7 +27,7 @@ from .calls import Call, Calls, Piece, seed_generators, seed_of
 from .collective import Collective
 from .program import Command, Forward, ShardData, WireTensor
 from .replica import Replica, named_tensors
-from .shipping import Shipment, unship
+from .shipping import Shipment, dumps_on_cpu, unship
 
 Payload = Sequence[Any]
 
@@ -312,16 +311,21 @@ def _at_home(result: Any) -> Any:
         TypeError: something in it cannot travel.
     """
     leaves, spec = tree.flatten(result)
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor | np.ndarray | int | float | str | bytes | None):
-            try:
-                cloudpickle.dumps(leaf)
-            except Exception as error:
-                raise TypeError(
-                    f"the function returned a {type(leaf).__name__}, which cannot travel to the driver ({error}); "
-                    "return tensors, numbers, or what pickle takes"
-                ) from error
-    return tree.unflatten(spec, [x.detach().cpu() if isinstance(x, Tensor) else x for x in leaves])
+    return tree.unflatten(spec, [_travelled(leaf) for leaf in leaves])
+
+
+def _travelled(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().cpu()
+    if isinstance(leaf, np.ndarray | int | float | str | bytes | None):
+        return leaf
+    try:
+        return pickle.loads(dumps_on_cpu(leaf))
+    except Exception as error:
+        raise TypeError(
+            f"the function returned a {type(leaf).__name__}, which cannot travel to the driver ({error}); return "
+            "tensors, numbers, or what pickle takes"
+        ) from error
 
 
 @execute.register

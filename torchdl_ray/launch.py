@@ -116,22 +116,24 @@ def _payload(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
         raise ArgumentError(f"fn is {fn!r}; expected a function that takes (rank, world_size, *args)")
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
         raise ArgumentError(f"args is {args!r}; expected a tuple, such as ({args!r},)")
-    with contextlib.suppress(ValueError):  # some builtins have no signature
-        signature = inspect.signature(fn)
-        try:
-            signature.bind(0, 1, *args)
-        except TypeError as error:
-            name = getattr(fn, "__qualname__", repr(fn))
-            raise ArgumentError(
-                f"{name}{signature} cannot be called with (rank, world_size, *args) and {len(args)} args: {error}"
-            ) from error
+    name = getattr(fn, "__qualname__", repr(fn))
     try:
-        return _dumps((fn, tuple(args)))
+        payload = _dumps((fn, tuple(args)))
     except Exception as error:
-        name = getattr(fn, "__qualname__", repr(fn))
         raise ArgumentError(
             f"{name} and its arguments cannot be pickled: {error}. Create locks, files and generators inside it."
         ) from error
+    signature = None
+    with contextlib.suppress(ValueError, TypeError):  # some builtins have none
+        signature = inspect.signature(fn)
+    if signature is not None:
+        try:
+            signature.bind(0, 1, *args)
+        except TypeError as error:
+            raise ArgumentError(
+                f"{name}{signature} cannot be called with (rank, world_size, *args) and {len(args)} args: {error}"
+            ) from error
+    return payload
 
 
 def _environments(reservation: Reservation) -> list[dict[str, str]]:

@@ -154,7 +154,7 @@ class LocalGroup:
         self.members = tuple(Member(r, "local", "local", os.getpid(), (), 1.0) for r in range(size))
         self.devices = (str(self.device),) * size
         self.workers = [Worker(r, size, self.device, "local") for r in range(size)]
-        self._replies: list[Reply] = []
+        self._replies: list[Reply | Lost] = []
         self._came = threading.Condition()
         self._closed = False
         self._meeting = _Meeting(size)
@@ -203,7 +203,7 @@ class LocalGroup:
         with _unhooked():
             return worker.execute(message, payload)
 
-    def _answer(self, reply: Reply) -> None:
+    def _answer(self, reply: Reply | Lost) -> None:
         with self._came:
             self._replies.append(reply)
             self._came.notify_all()
@@ -211,8 +211,13 @@ class LocalGroup:
     def _serve(self, worker: Worker) -> None:
         inbox = self._inbox[worker.state.rank]
         while (item := inbox.get()) is not None:
-            with self._meeting.turn:
-                reply = self._execute(worker, *item)
+            try:
+                with self._meeting.turn:
+                    reply: Reply | Lost = self._execute(worker, *item)
+            except BaseException as error:
+                reply = Lost(
+                    worker.state.rank, "local", os.getpid(), f"its thread failed outside of any command: {error!r}"
+                )
             self._answer(reply)
             with self._meeting.changed:
                 self._meeting.open[worker.state.rank] -= 1

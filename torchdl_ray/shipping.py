@@ -144,3 +144,18 @@ class _Unpickler(pickle.Unpickler):
 def unship(shipment: Shipment, known: Mapping[str, Tensor] | None = None, device: torch.device | None = None) -> Any:
     """Build the object again, its tensors on `device` (None: the CPU) and the known ones taken from `known`."""
     return _Unpickler(shipment, known or {}, device).load()
+
+
+class _HomePickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor) and obj.device.type not in ("cpu", "meta"):
+            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return super().reducer_override(obj)  # type: ignore[no-untyped-call]
+
+
+def dumps_on_cpu(value: Any) -> bytes:
+    """Pickle `value`, tensors of a device as CPU tensors, however deep they lie: the other side may have no device."""
+    file = io.BytesIO()
+    pickler: Any = _HomePickler(file)  # type: ignore[no-untyped-call]
+    pickler.dump(value)
+    return file.getvalue()

@@ -301,10 +301,10 @@ class Stream:
         """A worker process is gone: free the others and close."""
         where = self._current(lost.rank)
         error = WorkerLost(
-            f"worker {lost.rank} (node {lost.node}, pid {lost.pid}) died at step {self._steps_done}{where}: "
+            f"worker {lost.rank} (node {lost.node}, pid {lost.pid}) is lost at step {self._steps_done}{where}: "
             f"{lost.reason} The model is closed; build it again from its last state_dict."
         )
-        self.group.stop(f"worker {lost.rank} died")
+        self.group.stop(f"worker {lost.rank} is lost")
         self.close(error)
         raise error
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .errors import ClosedError
 from .placement import Member
 from .stream import Stream
 
@@ -64,6 +65,10 @@ def by_every_name(module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _state(stream: Stream, alive: bool) -> str:
+    try:
+        stream.check_open()
+    except ClosedError:  # a worker died
+        alive = False
     rate = stream.steps_per_s()
     return "closed" if not alive else f"step {stream.version}" + (f", {rate:.1f} steps/s" if rate else "")
 
@@ -73,7 +78,12 @@ def text(name: str, stream: Stream, alive: bool) -> str:
     group = stream.group
     nodes = len({m.node_id for m in group.members})
     kinds = ", ".join(sorted(set(group.devices)))
-    return f"DataParallel({name}, {group.size} workers on {nodes} nodes, {kinds}; {_state(stream, alive)})"
+    workers, places = _counted(group.size, "worker"), _counted(nodes, "node")
+    return f"DataParallel({name}, {workers} on {places}, {kinds}; {_state(stream, alive)})"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def html(name: str, stream: Stream, alive: bool) -> str:

@@ -87,10 +87,9 @@ class RemoteParameter(Remote, nn.Parameter):
     def grad(self) -> Tensor | None:
         """The gradient: None, or a handle whose values stay on the workers until they are read."""
         hub, name = self._place
-        if not hub.gradients.is_known(name):
-            caller = sys._getframe(1)
-            if caller.f_code in _ZEROING and caller.f_locals.get("set_to_none", True):
-                return hub.gradients.handle(name)  # it will be set to None in any case: no need to wait
+        caller = sys._getframe(1)
+        if caller.f_code in _ZEROING and caller.f_locals.get("set_to_none", True):
+            return hub.gradients.if_any(name)
         return hub.gradients.get(name)
 
     @grad.setter

@@ -105,8 +105,8 @@ def check_sendable(tensor: torch.Tensor) -> None:
     kind = _unsendable(tensor)
     if kind is not None:
         raise ArgumentError(
-            f"a {kind} tensor (dtype {tensor.dtype}) cannot travel to the workers; dense tensors with data can. "
-            "Convert it first (to_dense(), dequantize(), to_padded_tensor()), or create it inside the module."
+            f"a {kind} tensor (dtype {tensor.dtype}) cannot travel between driver and workers; dense tensors with data "
+            "can. Convert it first (to_dense(), dequantize(), to_padded_tensor()), or create it inside the module."
         )
 
 

@@ -54,6 +54,7 @@ class Worker:
         self._unagreed = False  # whether a command since the last agreement may have failed on one rank alone
         self._torn = False
         self._reduction_ahead = False
+        self._early: int | None = None  # the model whose sums begin before the next commit, on some ranks at least
         self.state = State(rank, size, device, Solo(), Calls(device))
         self.state.arm = self._arm
 
@@ -85,6 +86,9 @@ class Worker:
         for command, backward, ahead in plan(message.commands):
             self._current, self.state.fused, self.state.goes_back = command, backward, False
             self._reduction_ahead = ahead
+            gradient = backward if backward is not None else command
+            if ahead and isinstance(gradient, Backward) and gradient.full:
+                self._early = gradient.model
             if self._failure is not None:
                 self._attend(command, backward)
                 continue
@@ -98,7 +102,12 @@ class Worker:
                 self._fail(command, own=True, exception=error)
             else:
                 results.append((command.id, value))
-        self._last = self._reply(message, results, self._failure, start)
+        try:
+            self._last = self._reply(message, results, self._failure, start)
+        except Exception as error:  # an answer that cannot be made is a failure like any other
+            ending = message.commands[-1]
+            self._failure = self._failure or self._describe(ending.id, ending.site, own=True, exception=error)
+            self._last = self._reply(message, [], self._failure, start)
         return self._last
 
     def interrupted(self, message: Message, exception: BaseException) -> Reply | None:
@@ -130,7 +139,7 @@ class Worker:
 
     def _resume(self, generation: int) -> None:
         self.generation = generation
-        self._failure, self._informed, self._unagreed = None, False, False
+        self._failure, self._informed, self._unagreed, self._early = None, False, False, None
         self.state.calls.links.clear()
         for replica in self.state.replicas.values():
             replica.undo()
@@ -174,7 +183,9 @@ class Worker:
         """The replicas with something to reduce; the same on all ranks. A commit takes everything along, so that what
         is equal at the last commit is equal at every one.
         """
-        return [r for r in self.state.replicas.values() if r.buckets.pending or r.trained]
+        early = self.state.replicas.get(self._early) if self._early is not None else None
+        found = [r for r in self.state.replicas.values() if r.buckets.pending or r.trained]
+        return sorted(found, key=lambda r: r is not early)  # its sums may have begun: nothing may come before them
 
     def _agree(self, command: Command, failed: bool = False) -> None:
         collective, stamp = self.state.collective, self._stamp(command)
@@ -183,7 +194,7 @@ class Worker:
             replica.reduce(collective, stamp, failed)
         if not replicas and self._unagreed:
             agree(collective, stamp, failed)
-        self._unagreed = False
+        self._unagreed, self._early = False, None
 
     def _attend(self, command: Command, backward: Backward | None) -> None:
         """Once failed, do of a command only what the peers' next reduction counts on, and tell them there."""
@@ -192,9 +203,9 @@ class Worker:
         if isinstance(command, Forward) and command.training:
             self.state.replicas[command.model].trained = True
         gradient = backward if backward is not None else command
-        if isinstance(gradient, Backward) and gradient.full:
+        if isinstance(gradient, program.AddGrad) or (isinstance(gradient, Backward) and gradient.full):
             self.state.replicas[gradient.model].buckets.pending = True
-        if isinstance(command, ZeroGrad | program.AddGrad):
+        if isinstance(command, ZeroGrad):
             execute(command, self.state, ())
         if command.kind is Kind.COMMIT:
             try:
@@ -206,6 +217,9 @@ class Worker:
         guilty = self.state.fused if self.state.goes_back and self.state.fused is not None else command
         self._failure = self._describe(guilty.id, guilty.site, own, text, exception)
         self._informed = not own or self.state.collective.size == 1
+        if self._torn:  # the peers have done the reduction of this commit, and so has this rank
+            for replica in self.state.replicas.values():
+                replica.trained = False
         if command.kind is not Kind.COMMIT:
             self._attend(command, self.state.fused)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from ray.util.collective import is_backend_available
 from torch import nn
 
 from . import placement
@@ -25,6 +26,8 @@ from .shipping import Shipment
 from .stream import Stream
 
 logger = logging.getLogger("torchdl_ray")
+
+BACKENDS = ("auto", "nccl", "gloo", "shared_memory", "local")
 
 
 def check_module(module: Any) -> None:
@@ -153,6 +156,11 @@ def open_group(wanted: Wanted) -> Group:
     if is_zero:
         return LocalGroup()
     check_arguments(*arguments)
+    if wanted.backend not in BACKENDS and not (wanted.backend.isupper() and is_backend_available(wanted.backend)):
+        raise ArgumentError(
+            f"backend is {wanted.backend!r}; expected one of {', '.join(BACKENDS)}, or the name of a backend in "
+            "Ray's own registry that is available here, in capitals"
+        )
     if wanted.backend == "local":
         return LocalGroup(wanted.num_workers or 1)
     placement.start_ray()
