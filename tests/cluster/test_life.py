@@ -103,7 +103,7 @@ def test_two_workers_live_and_end(local_ray):
     """One group of workers, looked at from all sides."""
     with DataParallel(fresh(), 2, resources_per_worker={"CPU": 2}) as model:
         pids = [r.pid for r in model.replicas]
-        assert "2 workers on 1 nodes" in repr(model)
+        assert "2 workers on 1 node," in repr(model)
         assert model._repr_html_().count("<tr>") == 3
         assert model.run(lambda module: torch.get_num_threads()) == [2, 2]  # a worker with 2 CPUs uses 2 threads
 
@@ -217,6 +217,7 @@ def test_a_gan_is_that_of_plain_pytorch(workers):
                 torch.testing.assert_close(dict(remote.state_dict()), dict(local.state_dict()), rtol=0, atol=0)
 
 
+@pytest.mark.timeout(300)
 def test_inputs_stay_the_drivers_and_the_store_stays_flat(local_ray):
     def used():
         total = ray.cluster_resources()["object_store_memory"]
@@ -226,7 +227,7 @@ def test_inputs_stay_the_drivers_and_the_store_stays_flat(local_ray):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
         x = torch.ones(8, 262_144)  # 8 MB
         before = None
-        for step in range(150):
+        for step in range(1000):
             optimizer.zero_grad()
             model(x).mean().backward()
             optimizer.step()
