@@ -75,6 +75,7 @@ FLOORS = {
     "optim": 6,
     "loader": 6,
     "view": 6,
+    "wrapped_module": 7,
     "data_parallel": 7,
     "trainer": 8,
     "launch": 8,
