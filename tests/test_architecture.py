@@ -39,6 +39,7 @@ FLOORS = {
     "resources": 2,
     "placement": 2,
     "checkpoint": 2,
+    "packing": 3,
     "layout": 3,
     "operations": 3,
     "replica": 3,

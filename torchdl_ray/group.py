@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from ray import cloudpickle
 
 from . import placement
 from .collective import Rendezvous, StopFlag, host_store, join
 from .errors import PlacementError, WorkerLost
+from .packing import Packer, Unpacker, pack_payload, unpack_payload
 from .placement import Member
-from .program import Message, Reply, ShardData, WireTensor
+from .program import CallResult, Message, Reply, ShardData, WireTensor
 from .shipping import Shipment
 from .worker import Worker
 
@@ -92,6 +92,7 @@ class WorkerActor:
             torch.cuda.set_device(self.device)
         self.worker = Worker(member.rank, size, self.device, member.node_ip)
         self.note = ""
+        self._unpacker = Unpacker()
 
     def join(self, rendezvous: Rendezvous, generation: int) -> tuple[str, str]:
         """Form the group of a generation; returns the device's name and a note on the transport that was chosen."""
@@ -105,13 +106,12 @@ class WorkerActor:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return name, getattr(collective, "note", "") or ""
 
-    def execute(self, message: bytes, lengths: tuple[tuple[int, int], ...], *handles: Any) -> Reply:
-        """Execute a pickled message; `lengths` says how many of the handles belong to which command."""
-        payload, start = {}, 0
-        for command, count in lengths:
-            payload[command] = handles[start : start + count]
-            start += count
-        return self.worker.execute(pickle.loads(message), payload)
+    def execute(self, message: bytes, payload: bytes, *large: Any) -> Reply | bytes:
+        """Execute a packed message; `large` is what of its payload came by the object store."""
+        reply = self.worker.execute(self._unpacker.unpack(message), unpack_payload(payload, large))
+        if all(isinstance(value, CallResult) for _, value in reply.results):
+            return pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)  # Ray takes longer for anything but bytes
+        return reply
 
 
 class WorkerGroup:
@@ -142,6 +142,7 @@ class WorkerGroup:
         self._pending: dict[int, tuple[Any, int]] = {}  # by a running number: (reference, rank)
         self._numbers = itertools.count()
         self._unreachable: list[Lost] = []
+        self._packer = Packer()
         self._last_packed: tuple[Message, bytes] | None = None
         self._closed = False
         try:
@@ -171,14 +172,13 @@ class WorkerGroup:
 
     def put(self, data: Any) -> Any:
         """See `Group`. Large data goes to the object store, once."""
-        return placement.share(data) if size_bytes(data) > INLINE_BYTES else _own(data)
+        return placement.share(data) if size_bytes(data) > INLINE_BYTES else frozen(data)
 
     def send(self, rank: int, message: Message, payload: Mapping[int, Sequence[Any]]) -> None:
         """See `Group`. One actor call."""
-        lengths = tuple((command, len(handles)) for command, handles in payload.items())
-        handles = [handle for group in payload.values() for handle in group]
+        body, large = pack_payload(payload, placement.is_shared)
         try:
-            ref = placement.call(self.actors[rank], "execute", self._packed(message), lengths, *handles)
+            ref = placement.call(self.actors[rank], "execute", self._packed(message), body, *large)
         except Exception as error:  # Ray was shut down, or was started anew since
             member = self.members[rank]
             self._unreachable.append(Lost(rank, member.node_ip, member.pid, f"it cannot be reached any more ({error})"))
@@ -188,7 +188,7 @@ class WorkerGroup:
     def _packed(self, message: Message) -> bytes:
         """The message as bytes, made once for all ranks."""
         if self._last_packed is None or self._last_packed[0] is not message:
-            self._last_packed = message, cloudpickle.dumps(message)
+            self._last_packed = message, self._packer.pack(message)
         return self._last_packed[1]
 
     def receive(self, timeout_s: float, arrived: list[Reply | Lost]) -> None:
@@ -203,7 +203,7 @@ class WorkerGroup:
             member = self.members[self._pending[key][1]]
             if isinstance(outcome, placement.Failed):
                 outcome = Lost(member.rank, member.node_ip, member.pid, _why(outcome.error))
-            arrived.append(outcome)
+            arrived.append(pickle.loads(outcome) if isinstance(outcome, bytes) else outcome)
             del self._pending[key]
 
     def stop(self, reason: str) -> None:

@@ -303,6 +303,11 @@ def share(value: Any) -> Any:
     return ray.put(value)
 
 
+def is_shared(value: Any) -> bool:
+    """Whether a value is a reference from `share`."""
+    return isinstance(value, ray.ObjectRef)
+
+
 def wait(refs: Sequence[Any], timeout_s: float, what: str, members: Sequence[Member] = ()) -> list[Any]:
     """Wait for all answers, in order. The first failure ends the wait and is raised.
 
