@@ -20,6 +20,8 @@ WARM_UP_STEPS = 4  # the first three calls of a kind wait for their structure
 class Interrupted:
     """A group that raises KeyboardInterrupt at the `number`-th call of `verb`, before or after it was done."""
 
+    is_local = True
+
     def __init__(self, group: LocalGroup) -> None:
         self.group = group
         self.size, self.members, self.devices = group.size, group.members, group.devices

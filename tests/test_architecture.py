@@ -64,6 +64,8 @@ FLOORS = {
     "row_list": 6,
     "remote_tensor": 6,
     "remote_call": 6,
+    "recipe": 6,
+    "call_kind": 6,
     "caller": 6,
     "values": 6,
     "remote_gradient": 6,

@@ -25,6 +25,8 @@ FORWARD = {
 class Fake:
     """A group that keeps what it was sent; `answer()` lets the ranks answer everything, oldest first."""
 
+    is_local = False
+
     def __init__(self, size=2):
         self.size, self.members, self.devices = size, (), ("cpu",) * size
         self.sent, self.open, self.replies = [], [], []

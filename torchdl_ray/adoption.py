@@ -57,12 +57,15 @@ class Changes:
     removed: tuple[str, ...] = ()
 
 
+_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
+
+
 def is_plain(value: Any) -> bool:
     """True for numbers, strings, tensors and containers of them: what can be compared and travel both ways."""
     if isinstance(value, list | tuple | set | frozenset | collections.deque):
-        return all(is_plain(v) for v in value)
+        return all(type(v) in _ATOMS or is_plain(v) for v in value)
     if isinstance(value, dict):
-        return all(is_plain(k) and is_plain(v) for k, v in value.items())
+        return is_plain(list(value)) and is_plain(list(value.values()))
     return value is None or isinstance(value, Tensor | bool | int | float | complex | str | bytes)
 
 

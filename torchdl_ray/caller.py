@@ -23,19 +23,21 @@ from ray import cloudpickle
 from torch import Tensor, nn
 
 from . import tree
+from .call_kind import Kind, signature
 from .calls import describe
 from .errors import ArgumentError, GatherError
-from .graph import RemoteLink, apply, wide
+from .graph import RemoteLink, Token, apply
 from .layout import Layout, ShardPlan
-from .program import Autocast, CallResult, Cut, Forward, RandomKey, Remote, Same, ShardData, Structure
+from .program import CallResult, Cut, Forward, RandomKey, Remote, Same, ShardData, Structure
 from .reading import Reading, read, told
+from .recipe import Recipe, autocast, look
 from .remote_call import Input, Owner, RemoteCall
 from .remote_tensor import RemoteTensor
 from .row_list import is_per_row, join_rows, whole_output
 from .stream import Stream
 
-TRUSTED_AFTER = 3
 MAX_TEMPLATES = 64
+MAX_RECIPES = 64
 _SMALL = frozenset((Cut, Same, type(None), bool, int, str))
 Reduction = str | Mapping[Any, str]
 
@@ -52,35 +54,6 @@ class Options:
     output_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     seed: int = 0
     dynamic_output: bool = False
-
-
-@dataclass
-class Kind:
-    """What is known of one kind of call."""
-
-    structure: Structure | None = None
-    joinable: tuple[bool, ...] = ()
-    met: int = 0
-    varied: bool = False
-    row_list: bool = False  # it returned a list with one entry per row
-    columns: bool = False  # it returned as many leaves for other numbers of rows
-    rows: int = 0  # of the last call
-
-    def meet(self, structure: Structure, joinable: tuple[bool, ...], rows: int) -> None:
-        """Take in what one call of so many rows returned."""
-        self.rows = rows
-        if self.structure is not None and (structure != self.structure or joinable != self.joinable):
-            self.varied = True
-        self.structure, self.joinable = structure, joinable
-        self.met += 1
-
-    @property
-    def trusted(self) -> Structure | None:
-        """The structure to count on, if any."""
-        known = self.structure
-        if known is None or self.varied or self.met < TRUSTED_AFTER:
-            return None
-        return None if any(not k.tensor and k.dtype != "None" for k in known.leaves) else known
 
 
 class Shards:
@@ -116,6 +89,8 @@ class Caller:
         self.layout, self.options = layout, options
         self.kinds: dict[Any, Kind] = {}
         self._templates: dict[Any, bytes] = {}
+        self._recipes: dict[Any, Recipe] = {}
+        self.losses: list[RemoteTensor] | None = None  # the last call's 0-dim floats with a graph
         stream.on_drop.append(self.forget)
         self._modules, self._parameters = list(module.modules()), list(module.parameters())
         self._reduction, self._out_dims = told(options.reduction), told(options.out_dims)
@@ -123,6 +98,7 @@ class Caller:
     def forget(self, *_: Any) -> None:
         """Trust no kind of call any more: something failed."""
         self.kinds.clear()
+        self._recipes.clear()
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `method` of the module on all workers; returns its output with RemoteTensors as leaves.
@@ -132,8 +108,12 @@ class Caller:
         Raises:
             ScatterError, ArgumentError: inputs that cannot be cut; nothing was recorded.
         """
+        seen = None if self.options.loss_weight is not None else look(method, args, kwargs)
+        recipe = None if seen is None else self._recipes.get(seen)
+        if recipe is not None and recipe.holds(self.owner.before_call(), self.layout):
+            return self._repeat(recipe, (*args, *kwargs.values()))
         args, kwargs = self._localised(args), self._localised(kwargs)
-        self.owner.before_call()
+        configuration = self.owner.before_call()
         plan = tree.plan(args, kwargs, self.options.dim, is_remote=self._rows_there)
         shards = self.layout.shards(plan.rows, self._row_weights(args, kwargs, plan.rows), self.options.microbatch_size)
         grad = torch.is_grad_enabled()
@@ -144,45 +124,65 @@ class Caller:
         expected = None if self.options.dynamic_output else kind.trusted
         marks, common, inputs, edges = self._marks(plan, grad)
         payload = self._payload(plan, shards, marks, common)
-        number = self.stream.new_id()
-        pending = self.stream.record(
-            Forward,
-            payload,
-            model=self.model,
-            call=number,
-            method=method,
-            template=self._template(marks, plan.spec),
-            differentiable=tuple(i for i, _, _ in inputs),
-            grad=grad,
-            inference=torch.is_inference_mode_enabled(),
-            training=any(modes),
-            autocast=_autocast(),
-            key=RandomKey(self.options.seed, self.stream.version, self.stream.ordinal),
-            dim=self.options.dim,
-            reduction=self._reduction,
-            out_dims=self._out_dims,
-            expected=expected,
+        fields = {
+            "model": self.model,
+            "method": method,
+            "template": self._template(marks, plan.spec),
+            "differentiable": tuple(i for i, _, _ in inputs),
+            "grad": grad,
+            "inference": torch.is_inference_mode_enabled(),
+            "training": any(modes),
+            "autocast": autocast(),
+            "dim": self.options.dim,
+            "reduction": self._reduction,
+            "out_dims": self._out_dims,
+            "expected": expected,
+        }
+        call, token = self._record(fields, payload, shards, [source for _, source, _ in inputs], edges)
+        if expected is None:
+            return self._waited(call, token, kind)
+        reading = self._reading(expected)
+        if seen is not None and not common and "list_cut" not in plan.kind:
+            cut = tuple(i for i, role in enumerate(plan.kind) if role == "cut")
+            if len(self._recipes) >= MAX_RECIPES:
+                self._recipes.clear()
+            self._recipes[seen] = Recipe(
+                configuration, self.layout, shards, fields, cut, expected, reading, kind.joinable
+            )
+        call.learn(expected, reading, kind.joinable)
+        return self._outputs(call, token, None)
+
+    def _repeat(self, recipe: Recipe, values: Sequence[Any]) -> Any:
+        """A call that looks like one before."""
+        if not recipe.fields["training"]:
+            self.stream.level(self.model)
+        call, token = self._record(
+            recipe.fields, recipe.payload(values, self.stream.group.put), recipe.shards, (), tuple
         )
-        call = RemoteCall(
-            self.stream,
-            self.model,
-            self.owner,
-            pending,
-            number,
-            [s.rows for s in shards],
-            [s.weight for s in shards],
-            [source for _, source, _ in inputs],
-            grad,
-            self.options.output_device,
-        )
-        token = None
-        if grad:
-            with wide():
-                token = call.anchor(edges())
-        if expected is not None:
-            call.learn(expected, self._reading(expected), kind.joinable)
-            return self._outputs(call, token, None)
-        return self._waited(call, token, kind)
+        call.learn(recipe.expected, recipe.reading, recipe.joinable)
+        return self._outputs(call, token, None)
+
+    def _record(
+        self,
+        fields: Mapping[str, Any],
+        payload: list[tuple[Any, ...]],
+        shards: Sequence[ShardPlan],
+        inputs: Sequence[Input],
+        edges: Callable[[], Sequence[Tensor]],
+    ) -> tuple[RemoteCall, Token | None]:
+        """Record the forward; returns the call and its anchor."""
+        number, grad, stream = self.stream.new_id(), fields["grad"], self.stream
+        key = RandomKey(self.options.seed, stream.version, stream.ordinal)
+        pending = stream.record(Forward, payload, call=number, key=key, **fields)
+        sizes, weights = tuple(s.rows for s in shards), tuple(s.weight for s in shards)
+        device = self.options.output_device
+        call = RemoteCall(stream, self.model, self.owner, pending, number, sizes, weights, inputs, grad, device)
+        if not grad:
+            return call, None
+        token = Token(lambda: call.anchor(edges()))
+        if inputs:
+            token.tensor()  # their graph is as it is now
+        return call, token
 
     def _template(self, marks: list[Any], spec: Any) -> bytes:
         """The pickle of marks and spec, kept where all marks are small values: making it takes long."""
@@ -261,7 +261,7 @@ class Caller:
                 marks.append(Remote(call.id, number))
                 if grad and differentiable:
                     leaf.feed()
-                    inputs.append((i, Input("remote", call, number), (call, leaf._token)))
+                    inputs.append((i, Input("remote", call, number), (call, leaf._token.tensor())))
             elif kind == "same_tensor":
                 marks.append(Same(len(common)))
                 common.append(leaf)
@@ -289,13 +289,13 @@ class Caller:
 
     def _key(self, method: str, modes: tuple[bool, ...], grad: bool, plan: tree.Plan) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            leaves = tuple(_signature(leaf, kind, grad) for leaf, kind in zip(plan.leaves, plan.kind, strict=True))
+            leaves = tuple(signature(leaf, kind, grad) for leaf, kind in zip(plan.leaves, plan.kind, strict=True))
             frozen = tuple(p.requires_grad for p in self._parameters) if grad else ()
-        return method, modes, frozen, grad, torch.is_inference_mode_enabled(), _autocast(), plan.spec, leaves
+        return method, modes, frozen, grad, torch.is_inference_mode_enabled(), autocast(), plan.spec, leaves
 
     # ---- outputs
 
-    def _waited(self, call: RemoteCall, token: Tensor | None, kind: Kind) -> Any:
+    def _waited(self, call: RemoteCall, token: Token | None, kind: Kind) -> Any:
         results = call.answer.results()
         structures = [r.structure for r in results if r.structure is not None]
         first, sizes = structures[0], [call.sizes[r] for r in call.answer.ranks()]
@@ -310,7 +310,9 @@ class Caller:
             kind.row_list = whole_output(structures, sizes)
         if kind.row_list and whole_output(structures, sizes):
             kind.varied = True
-            return join_rows(call, structures, results, token)
+            joined = join_rows(call, structures, results, token)
+            self._note_losses(tree.flatten(joined)[0])
+            return joined
         if not alike:
             other = next(s for s in structures if s != first)
             raise GatherError(
@@ -321,7 +323,7 @@ class Caller:
         kind.meet(first, tuple(call.joins(k) for k in range(len(first.leaves))), call.rows())
         return self._outputs(call, token, results)
 
-    def _outputs(self, call: RemoteCall, token: Tensor | None, results: Sequence[CallResult] | None) -> Any:
+    def _outputs(self, call: RemoteCall, token: Token | None, results: Sequence[CallResult] | None) -> Any:
         assert call.answer.structure is not None
         objects = [cloudpickle.loads(r.objects) if r.objects else {} for r in results or ()]
         leaves: list[Any] = []
@@ -332,7 +334,12 @@ class Caller:
                 leaves.append(None)
             else:
                 leaves.append(self._object(call, k, [o[k] for o in objects]))
+        self._note_losses(leaves)
         return tree.unflatten(call.answer.structure.spec, leaves)
+
+    def _note_losses(self, leaves: Sequence[Any]) -> None:
+        found = [x for x in leaves if isinstance(x, RemoteTensor)]
+        self.losses = [x for x in found if x.is_scalar() and x.wants_grad()]
 
     def _object(self, call: RemoteCall, leaf: int, values: list[Any]) -> Any:
         """One value of objects that are no tensors, by the rules for tensors."""
@@ -359,32 +366,3 @@ class Caller:
 
 def _fetch(leaf: Any) -> Any:
     return leaf.fetch() if isinstance(leaf, RemoteTensor) else leaf
-
-
-def _signature(leaf: Any, kind: str, grad: bool) -> Any:
-    """What of an input the output's structure may depend on: None, bools, strings and small ints by value; of tensors
-    and arrays the dtype, the number of dimensions, and whether they require grad.
-    """
-    if isinstance(leaf, RemoteTensor):
-        found = leaf.source()
-        return kind, leaf.dtype, leaf.known_ndim(), grad and found is not None and found[2]
-    if isinstance(leaf, Tensor):
-        return kind, leaf.dtype, leaf.ndim, grad and leaf.requires_grad
-    if isinstance(leaf, np.ndarray):
-        return kind, leaf.dtype.str, leaf.ndim
-    if kind != "object":
-        return kind
-    if leaf is None or isinstance(leaf, bool | str):
-        return leaf, type(leaf)
-    if isinstance(leaf, int) and abs(leaf) < 1024:
-        return leaf, int
-    return type(leaf)
-
-
-def _autocast() -> Autocast | None:
-    """The driver's autocast state; the workers use it for their own kind of device."""
-    for device in ("cuda", "cpu"):
-        if torch.is_autocast_enabled(device):
-            dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-            return Autocast(True, dtype, torch.is_autocast_cache_enabled())
-    return None

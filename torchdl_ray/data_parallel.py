@@ -29,7 +29,6 @@ from .remote_parameter import Parameters, claim
 from .remote_tensor import RemoteTensor
 from .shipping import ship
 from .stream import Stream
-from .tree import flatten
 from .workforce import Wanted, add_model, check_device, check_module, check_options, check_workers, leave, open_stream
 from .wrapped_module import WrappedModule
 
@@ -80,7 +79,6 @@ class DataParallel(WrappedModule):
     _caller: Caller
     _parameters_hub: Parameters
     _finalizer: weakref.finalize[..., DataParallel]
-    _losses: list[RemoteTensor] | None
     _name: str
 
     def __init__(
@@ -137,7 +135,6 @@ class DataParallel(WrappedModule):
             _caller=caller,
             _parameters_hub=hub,
             _finalizer=finalizer,
-            _losses=None,
             _name=name or type(core).__name__,
         )
         self.training = core.training
@@ -159,13 +156,13 @@ class DataParallel(WrappedModule):
                     f"the wrapper has {what.strip('_')} of its own, which the workers lack; give them to the module "
                     "before it is wrapped"
                 )
-        return self._remember(self._caller.call("forward", args, kwargs))
+        return self._caller.call("forward", args, kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """As `forward`, for another method of the module: `model.call("encode", x)`. As exact, and differentiable."""
         if not callable(getattr(type(self._core), method, None)):
             raise ArgumentError(f"{type(self._core).__name__} has no method {method!r}")
-        return self._remember(self._caller.call(method, args, kwargs))
+        return self._caller.call(method, args, kwargs)
 
     def backward(self, scale: float = 1.0) -> None:
         """Backward from the loss that the last call returned: its one 0-dim float output, times `scale`.
@@ -173,7 +170,7 @@ class DataParallel(WrappedModule):
         Equal to `(loss * scale).backward()`. Costs no message by itself.
         Raises: BackwardError where the last call returned no such output, or several.
         """
-        losses = self._losses
+        losses = self._caller.losses
         if losses is None or len(losses) != 1:
             found = (
                 "no call was made" if losses is None else f"the last call returned {len(losses)} scalars with a graph"
@@ -182,15 +179,8 @@ class DataParallel(WrappedModule):
                 f"model.backward() needs one loss, but {found}. Return one scalar loss from the module, or call "
                 "(...).backward() on the loss itself"
             )
-        self.__dict__["_losses"] = None
+        self._caller.losses = None
         (losses[0] if scale == 1.0 else losses[0] * scale).backward()
-
-    def _remember(self, output: Any) -> Any:
-        leaves, _ = flatten(output)
-        self.__dict__["_losses"] = [
-            x for x in leaves if isinstance(x, RemoteTensor) and x.is_scalar() and x.requires_grad
-        ]
-        return output
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. Costs no message by itself."""

@@ -7,6 +7,7 @@ Invariant: an entry holds its payload as handles, so it can be sent again at any
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import weakref
@@ -172,12 +173,17 @@ class Outgoing:
                 pending.values = [results[rank].get(entry.command.id) for rank in range(size)]
 
 
+@functools.cache
+def _is_passed_over(filename: str) -> bool:
+    return filename.startswith((PACKAGE, TORCH, "<frozen")) or "contextlib" in filename
+
+
 def user_site() -> str:
     """The innermost line on the stack that belongs neither to this package nor to torch: `file:line in function`."""
     frame = sys._getframe(1)
     while True:
         name = frame.f_code.co_filename
-        if not name.startswith((PACKAGE, TORCH, "<frozen")) and "contextlib" not in name:
+        if not _is_passed_over(name):
             return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
         if frame.f_back is None:
             return ""

@@ -151,7 +151,8 @@ class Gradients:
             for name in names:
                 if self._present[name] is False:
                     continue
-                self._leave(name)
+                if self._handles or self._views:
+                    self._leave(name)
                 self._assigned.pop(name, None)
                 self._own.pop(name, None)
                 self._present[name] = False

@@ -8,7 +8,7 @@ Invariant: second derivatives do not pass through a call of the remote model; th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,25 @@ class Anchor(torch.autograd.Function):
         full = torch._C._will_engine_execute_node(call.theta_node)
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         return (None, None, *call.run_backward(keep, full, ctx.needs_input_grad[2:]))
+
+
+class Token:
+    """The anchor of a call, made when something first hangs on it: a loss that goes backward by itself needs none."""
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._make: Callable[[], Tensor] | None = make
+        self._made: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        """The 0-dim tensor that outputs take as an input."""
+        if self._made is None:
+            assert self._make is not None
+            with wide():
+                self._made = self._make()
+            self._make = None
+        return self._made
 
 
 class Output(torch.autograd.Function):

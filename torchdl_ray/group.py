@@ -42,11 +42,12 @@ class Lost:
 
 
 class Group(Protocol):
-    """Where programs go: workers on Ray actors, or in this process."""
+    """Where programs go: workers on Ray actors, or (`is_local`) in this process."""
 
     size: int
     members: tuple[Member, ...]
     devices: tuple[str, ...]
+    is_local: bool
 
     def put(self, data: Any) -> Any:
         """Make data of one rank, or common data, ready to travel; returns a handle for `send`. It is copied now, so
@@ -125,6 +126,8 @@ class WorkerGroup:
         runtime_env: Ray's, for the workers.
         name: what Ray's tools show.
     """
+
+    is_local = False
 
     def __init__(
         self,
@@ -235,7 +238,8 @@ def _own(data: Any) -> Any:
     if isinstance(data, WireTensor):
         return WireTensor(data.array.copy(order="K"), data.dtype, data.shape)
     if isinstance(data, ShardData):
-        return ShardData(data.index, data.rows, data.pieces, tuple(_own(a) for a in data.arrays))
+        made = {id(a): _own(a) for a in data.arrays}  # the same array twice stays one
+        return ShardData(data.index, data.rows, data.pieces, tuple(made[id(a)] for a in data.arrays))
     if isinstance(data, Shipment):
         return Shipment(data.body, tuple(s.copy() for s in data.storages))
     return list(data) if isinstance(data, list) else data

@@ -148,6 +148,8 @@ class LocalGroup:
         device: where modules and batches live.
     """
 
+    is_local = True
+
     def __init__(self, size: int = 1, device: torch.device | None = None) -> None:
         self.size = size
         self.device = device or torch.device("cpu")

@@ -47,6 +47,10 @@ class Norm:
         """See `source.Source`."""
         return torch.zeros(())
 
+    def backward_from(self, leaf: int, keep_graph: bool) -> bool:
+        """See `remote_tensor.Source`: a norm has no graph."""
+        return False
+
     def fetch(self, leaf: int, token: Tensor | None) -> Tensor:
         """See `source.Source`."""
         return self.number(leaf)

@@ -37,7 +37,7 @@ from .entries import PACKAGE, TORCH
 from .errors import ClosedError, TorchdlError, UnsupportedError
 from .remote_optimizer import Membership, RemoteOptimizer, RemoteState
 from .remote_parameter import Parameters, hub_of
-from .stand_in import StandIn, fetch_handles, runs_empty
+from .stand_in import StandIn, fetch_handles, idle, runs_empty
 
 STEP_WRAPPER = Optimizer.profile_hook_step(lambda self: None).__code__
 WHAT = "the optimizer's state"
@@ -97,6 +97,7 @@ class Adopted:
         self._own: collections.defaultdict[Any, Any] = collections.defaultdict(dict)  # the stand-in's state
         self._backup: dict[Any, Any] | None = None  # what was shipped, until the workers have it
         self._stand: StandIn | None = None
+        self._idle: Optimizer | None = None  # for torch's own classes without parameters of the driver
         self._needs_filling = False
         self._warned = False
 
@@ -125,6 +126,10 @@ class Adopted:
                 hub.after_commit()
         for remote in self.remotes:
             remote.stream.step_boundary()
+        if type(optimizer).__module__.startswith("torch.optim.") and not any(members.own):
+            if type(self._idle) is not type(optimizer):
+                self._idle = idle(optimizer)
+            return (self._idle, *args[1:]), kwargs
         self._stand = StandIn(optimizer, members.own, self._own, self._needs_filling)
         return (self._stand.optimizer, *args[1:]), kwargs
 

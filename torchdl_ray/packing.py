@@ -13,7 +13,6 @@ Invariant: unpacking gives commands equal to those that were packed.
 
 from __future__ import annotations
 
-import functools
 import operator
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -33,14 +32,9 @@ MAX_PHRASES = 256  # kept by a worker; older ones are sent anew
 Payload = Mapping[int, Sequence[Any]]
 
 
-@functools.cache
-def _fixed(kind: Any) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(kind) if f.name not in _VARYING[kind])
-
-
-@functools.cache
-def _getters(kind: Any) -> tuple[Callable[[Any], tuple[Any, ...]], Callable[[Any], tuple[Any, ...]]]:
-    return operator.attrgetter(*_fixed(kind)), operator.attrgetter(*_VARYING[kind])
+_FIXED = {kind: tuple(f.name for f in fields(kind) if f.name not in names) for kind, names in _VARYING.items()}
+_READ_FIXED = {kind: operator.attrgetter(*names) for kind, names in _FIXED.items()}
+_READ_VARYING = {kind: operator.attrgetter(*names) for kind, names in _VARYING.items()}
 
 
 class Packer:
@@ -63,8 +57,7 @@ class Packer:
             if kind not in _VARYING:
                 body.append(command)
                 continue
-            fixed, varying = _getters(kind)
-            values = fixed(command)
+            values: Any = _READ_FIXED[kind](command)
             values = values if isinstance(values, tuple) else (values,)
             key = (kind, *map(id, values))
             known = self._phrases.get(key)
@@ -73,7 +66,7 @@ class Packer:
                 known = self._phrases[key] = (self._count, message.number, values)
             if known[1] >= message.number:
                 news.append((known[0], kind, values))
-            body.append((known[0], *varying(command)))
+            body.append((known[0], *_READ_VARYING[kind](command)))
         oldest = next(iter(self._phrases.values()))[0] if self._phrases else self._count + 1
         whole = (message.generation, message.number, message.resume, oldest, news, body)
         return pickle.dumps(whole, pickle.HIGHEST_PROTOCOL)
@@ -89,7 +82,7 @@ class Unpacker:
         """The message of these bytes; those of earlier messages were unpacked before."""
         generation, number, resume, oldest, news, commands = pickle.loads(body)
         for phrase, kind, values in news:
-            self._phrases[phrase] = kind, dict(zip(_fixed(kind), values, strict=True))
+            self._phrases[phrase] = kind, dict(zip(_FIXED[kind], values, strict=True))
         for phrase in [p for p in self._phrases if p < oldest]:
             del self._phrases[phrase]
         return Message(generation, number, tuple(map(self._command, commands)), resume)

@@ -58,8 +58,9 @@ def _values(kind: Any) -> Callable[[Command], tuple[Any, ...]]:
     return operator.attrgetter(*_names(kind))
 
 
-def _command(kind: type[Command], values: tuple[Any, ...]) -> Command:
-    return kind(**dict(zip(_names(kind), values, strict=True)))
+def _command(kind: Any, values: tuple[Any, ...]) -> Command:
+    made: Command = kind(**dict(zip(_names(kind), values, strict=True)))
+    return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,8 @@ class Command:
     site: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:  # a dataclass's own way takes several times as long
-        return _command, (type(self), _values(type(self))(self))
+        kind: Any = type(self)
+        return _command, (kind, _values(kind)(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

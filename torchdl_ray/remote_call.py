@@ -13,6 +13,7 @@ Invariant: nodes never point to RemoteTensors, so outputs that the user drops fr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ from .answer import Answer
 from .entries import Pending
 from .errors import BackwardError, UnsupportedError
 from .graph import Anchor, Output, Shard, apply
-from .program import Backward, Cut, Describe, Fetch, LeafKind, Link, Seed, Structure
+from .program import Backward, Cut, Describe, Fetch, LeafKind, Link, Seed, Structure, WireTensor
 from .reading import Reading
 from .stream import Stream
 
@@ -34,8 +35,10 @@ from .stream import Stream
 class Owner(Protocol):
     """Who keeps the parameters (see remote_parameter.py) and hears of calls and gradients."""
 
-    def before_call(self) -> None:
-        """What the user changed on the driver travels first."""
+    def before_call(self) -> int:
+        """What the user changed on the driver travels first; returns a number that rises when modes, flags, attributes
+        or structure have changed.
+        """
 
     def before_backward(self) -> None:
         """Edited gradients travel first."""
@@ -113,8 +116,7 @@ class RemoteCall:
         self.device = device
         self._joinable: tuple[bool, ...] | None = None
         self.released = False
-        self.theta = torch.zeros((), requires_grad=grad)  # stands for all parameters
-        self.theta_node = get_gradient_edge(self.theta).node if grad else None
+        self.theta_node: Any = None  # of a tensor that stands for all parameters
         self._watched: set[int] = set()
         self.stash = Stash()
         self._shapes: list[tuple[tuple[int, ...] | None, ...]] | None = None
@@ -128,7 +130,9 @@ class RemoteCall:
 
     def anchor(self, edges: Sequence[Tensor]) -> Tensor:
         """The token that all differentiable outputs hang on."""
-        return apply(Anchor, self, self.theta, *edges)
+        theta = torch.zeros((), requires_grad=True)
+        self.theta_node = get_gradient_edge(theta).node
+        return apply(Anchor, self, theta, *edges)
 
     # ---- what is known of the outputs
 
@@ -216,6 +220,17 @@ class RemoteCall:
 
     # ---- gradients
 
+    def backward_from(self, leaf: int, keep_graph: bool) -> bool:
+        """What the engine does for `backward()` of 0-dim output `leaf` itself: there is nothing else on its way.
+
+        Returns: False, and has done nothing, where there is: inputs that get gradients, hooks.
+        """
+        if self.inputs or self._watched or not self.grad or not self.kind(leaf).requires_grad:
+            return False
+        self.stash.add(leaf, _one(self.kind(leaf).dtype)[0])
+        self.run_backward(keep_graph, True, ())
+        return True
+
     def run_backward(self, keep_graph: bool, full: bool, needs: Sequence[bool]) -> list[Tensor | None]:
         """Record the workers' backward from all stashed gradients; returns those of the inputs.
 
@@ -272,7 +287,8 @@ class RemoteCall:
         for leaf, grad in seeds.items():
             if self.kind(leaf).ndim == 0:
                 weighted = self.answer.reading.reduction[leaf] != "sum"
-                commands.append(Seed(leaf, tree.to_wire(grad, copy=True), weighted))
+                one, wire = _one(self.kind(leaf).dtype)
+                commands.append(Seed(leaf, wire if grad is one else tree.to_wire(grad, copy=True), weighted))
                 continue
             commands.append(Seed(leaf, Cut(len(arrays[0]))))
             start = 0
@@ -312,6 +328,14 @@ class RemoteCall:
                     grads, [self.sizes[r] for r in self.answer.ranks()], self.inputs[i].kind, self.inputs[i].leaf
                 )
         return found
+
+
+@functools.cache
+def _one(dtype: str) -> tuple[Tensor, WireTensor]:
+    """The gradient of a loss with respect to itself."""
+    with torch.inference_mode(False):
+        one = torch.ones((), dtype=getattr(torch, dtype))
+    return one, tree.to_wire(one)
 
 
 def _joined(grads: list[Tensor | None], sizes: Sequence[int], kind: str, dim: int) -> Tensor | None:

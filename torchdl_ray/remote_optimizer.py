@@ -29,6 +29,7 @@ from .program import Adopt, RandomKey, ReadOptimizer, Step
 from .remote_parameter import Parameters, hub_of
 from .stream import Stream
 
+_MUTABLE = (list, dict, set, collections.deque)  # identity says nothing of what they hold
 BY_VALUE_NUMEL = 4096  # larger tensors among attributes are compared by identity and version
 
 
@@ -56,7 +57,8 @@ def freeze(value: Any, max_numel: float = BY_VALUE_NUMEL) -> Any:
     if isinstance(value, dict):
         return {k: freeze(v, max_numel) for k, v in value.items()}
     if type(value) in (list, tuple, collections.deque):
-        return type(value)(freeze(v, max_numel) for v in value)
+        items = [freeze(v, max_numel) for v in value]
+        return value if type(value) is tuple and _identical(items, value) else type(value)(items)
     return copy.copy(value) if isinstance(value, set) else value
 
 
@@ -222,14 +224,20 @@ class RemoteOptimizer:
                 self._num_groups += 1
                 sent = SentGroup(group, self._num_groups, {}, None)
             groups.append(sent)
-            values = {k: v for k, v in group.items() if k != "params" and not same(v, sent.values.get(k, MISSING))}
+            old = sent.values
+            moved_on = [k for k, v in group.items() if v is not old.get(k, MISSING) or type(v) in _MUTABLE]
+            values = {k: group[k] for k in moved_on if k != "params" and not same(group[k], old.get(k, MISSING))}
             removed = tuple(k for k in sent.values if k not in group)
             moved = sent.members is not members and (sent.members is None or not _identical(members, sent.members))
             if values or removed or moved:
                 changed.append(GroupChange(sent.id, values, removed, members if moved else None))
         present = optimizer.__dict__
         attributes = {
-            k: v for k, v in present.items() if k not in APART and not same(v, self._attributes.get(k, MISSING))
+            k: v
+            for k, v in present.items()
+            if k not in APART
+            and (v is not self._attributes.get(k, MISSING) or type(v) in _MUTABLE)
+            and not same(v, self._attributes.get(k, MISSING))
         }
         gone = tuple(k for k in self._attributes if k not in present)
         order = tuple(s.id for s in groups)

@@ -84,6 +84,7 @@ class Parameters:
         self._lent: dict[str, Tensor] = {}  # memory that left torch: its content when it was last looked at
         self._looked: str | None = None
         self._released = False
+        self._configuration = 0
         for name, grad in old_grads.items():
             self.gradients.set(name, grad)
         stream.on_drop.append(self.invalidate)
@@ -211,6 +212,7 @@ class Parameters:
         found = self.state.difference()
         if found is None:
             return
+        self._configuration += 1
         self._take_buffers(found)
         attributes = found.attributes
         try:
@@ -249,9 +251,11 @@ class Parameters:
 
     # ---- the seams: before a command is recorded, and after
 
-    def before_call(self) -> None:
+    def before_call(self) -> int:
         """Before a call is recorded: send what the user changed. Costs no message, and tens of microseconds if nothing
         was changed.
+
+        Returns: a number that rises with every change of modes, attributes and flags.
 
         Raises:
             UnsupportedError: the module's structure or hooks changed.
@@ -263,6 +267,7 @@ class Parameters:
         if self.buffers:
             self._stale.update(self.buffers)  # a training forward changes them
             self._looked = None
+        return self._configuration
 
     def before_backward(self) -> None:
         """Before a backward that fills gradients is recorded: edited gradients travel first."""

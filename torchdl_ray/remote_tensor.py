@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from .arithmetic import IN_PLACE, linear, through
 from .errors import UnsupportedError
-from .graph import Substitute, apply, reaches_another, wide
+from .graph import Substitute, Token, apply, reaches_another, wide
 from .looks import EXPOSING, LOOKS
 from .program import LeafKind
 from .scalar import Box, Term
@@ -39,7 +39,7 @@ class RemoteTensor(torch.Tensor):
 
     _call: Source | None  # None for expressions, and for numbers that were detached
     _leaf: int
-    _token: Tensor | None
+    _token: Token | None
     _original: RemoteTensor | None  # rows: what this was detached from
     _box: Box | None  # a 0-dim float's memory
     _handle: Tensor | None  # a 0-dim float's stand-in, whose gradient is this one's
@@ -59,11 +59,10 @@ class RemoteTensor(torch.Tensor):
     def __init__(self, dtype: torch.dtype, device: torch.device, guard: bool) -> None:
         self._call, self._leaf, self._token, self._original = None, 0, None, None
         self._box, self._handle, self._value = None, None, None
-        self._born = 0
-        self._watched = self._fed = self._exposed = False
+        self._born, self._watched, self._fed, self._exposed = 0, False, False, False
 
     @classmethod
-    def of(cls, call: Source, leaf: int, token: Tensor | None, device: torch.device) -> RemoteTensor:
+    def of(cls, call: Source, leaf: int, token: Token | None, device: torch.device) -> RemoteTensor:
         """Output `leaf` of a call; `token` is the call's anchor in the driver's graph, None without grad mode."""
         kind = call.kind(leaf)
         made = cls(getattr(torch, kind.dtype), device, token is not None and kind.requires_grad)
@@ -91,7 +90,7 @@ class RemoteTensor(torch.Tensor):
                     self._value = self._original.fetch().detach()
                 else:
                     assert self._call is not None
-                    self._value = self._call.fetch(self._leaf, self._token)
+                    self._value = self._call.fetch(self._leaf, self._hook())
                 self._born = self._value._version
         return self._value
 
@@ -101,7 +100,7 @@ class RemoteTensor(torch.Tensor):
         if self._call is None:
             return [s.detach() for s in self._original.shards] if self._original is not None else [self.fetch()]
         with wide():
-            return self._call.shards(self._leaf, self._token)
+            return self._call.shards(self._leaf, self._hook())
 
     def is_known(self) -> bool:
         """Whether reading the value would neither wait nor send."""
@@ -140,7 +139,7 @@ class RemoteTensor(torch.Tensor):
         if self._handle is None:
             with wide():
                 assert self._call is not None
-                token = self._token if self._token is not None else torch.zeros(())
+                token = torch.zeros(()) if self._token is None else self._token.tensor()
                 self._handle = self._call.stand_in(self._leaf, token)
         return self._handle
 
@@ -165,6 +164,13 @@ class RemoteTensor(torch.Tensor):
     def feed(self) -> None:
         """Note that another call took the rows, and will hand its gradient to the workers."""
         self._fed = True
+
+    def _hook(self) -> Tensor | None:
+        return None if self._token is None else self._token.tensor()
+
+    def _untouched(self) -> Source | None:
+        """The call of a scalar that is as it was returned."""
+        return self._call if self._box is not None and self._handle is None and not self._watched else None
 
     def _differentiable(self) -> bool:
         return self._token is not None and self._call is not None and self._call.kind(self._leaf).requires_grad
@@ -277,6 +283,10 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _backward(self: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) == 1 and all(v is None or v is False for k, v in kwargs.items() if k != "retain_graph"):
+        call = self._untouched()
+        if call is not None and call.backward_from(self._leaf, bool(kwargs.get("retain_graph"))):
+            return None
     given = kwargs.get("inputs", args[4] if len(args) > 4 else None)
     root = _root(self)
     if given is not None:

@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ray import cloudpickle
-from torch import Tensor
 
 from . import tree
 from .containers import Spec
 from .errors import GatherError
-from .graph import Shard, apply, wide
+from .graph import Shard, Token, apply, wide
 from .program import CallResult, Fetch, Structure
 from .remote_call import RemoteCall
 
@@ -74,7 +73,7 @@ def is_per_row(call: RemoteCall, structure: Structure, sizes: Sequence[int]) -> 
 
 
 def join_rows(
-    call: RemoteCall, structures: Sequence[Structure], results: Sequence[CallResult], token: Tensor | None
+    call: RemoteCall, structures: Sequence[Structure], results: Sequence[CallResult], token: Token | None
 ) -> list[Any]:
     """One list with an entry per row, of the replicas' lists. One message per worker, and waits.
 
@@ -107,7 +106,7 @@ def join_rows(
             )
             if token is not None and kind.requires_grad:
                 with wide():
-                    part = apply(Shard, call, k, rank, token, part)
+                    part = apply(Shard, call, k, rank, token.tensor(), part)
             leaves.append(part)
         per_entry = entry.num_leaves
         joined += [

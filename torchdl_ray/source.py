@@ -31,6 +31,9 @@ class Source(Protocol):
     def watch(self, leaf: int) -> None:
         """Somebody wants to see the gradient of the leaf's joined value on the driver."""
 
+    def backward_from(self, leaf: int, keep_graph: bool) -> bool:
+        """Run the backward of a 0-dim leaf without the driver's engine; False where that would leave something out."""
+
     def fetch(self, leaf: int, token: Tensor | None) -> Tensor:
         """The joined value, with the graph attached where there is one."""
 

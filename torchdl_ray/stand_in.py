@@ -90,6 +90,17 @@ class StandIn:
         return attributes, groups, others
 
 
+def idle(optimizer: Optimizer) -> Optimizer:
+    """What the step of one of torch's own classes runs on where all parameters are remote: without groups it does
+    nothing, and changes nothing that would have to be noted.
+    """
+    made: Optimizer = object.__new__(type(optimizer))
+    made.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in APART})
+    made.__dict__.update({name: collections.OrderedDict() for name in HOOK_NAMES})
+    made.__dict__.update(param_groups=[], state={})
+    return made
+
+
 def _is_counter(value: Any) -> bool:
     return value is None or isinstance(value, int | str)
 

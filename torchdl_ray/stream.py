@@ -78,8 +78,9 @@ class Stream:
             payload: for each rank a tuple of handles from `group.put`, or None.
             fields: the command's fields.
         """
-        self.check_open()
-        if issubclass(kind, Forward | Backward):
+        if self._closed is not None:
+            self.check_open()
+        if kind is Forward or kind is Backward:
             self._record_drops()
             if self._counts.local >= MAX_LOCAL_ENTRIES and not any(
                 isinstance(seed.source, Link) for seed in fields.get("seeds", ())
@@ -97,9 +98,11 @@ class Stream:
 
     @property
     def _counts(self) -> Counts:
-        for entries in (self._recorded, *(o.entries for o in reversed(self._outbox))):
-            if entries:
-                return entries[-1].counts
+        if self._recorded:
+            return self._recorded[-1].counts
+        for outgoing in reversed(self._outbox):
+            if outgoing.entries:
+                return outgoing.entries[-1].counts
         return self._acknowledged
 
     @property
@@ -136,9 +139,12 @@ class Stream:
 
     def step_boundary(self) -> None:
         """To be called when a step was recorded: sends it, or lets it gather while enough messages are under way."""
-        self.collect("a reply", timeout_s=0)
+        if len(self._outbox) >= MAX_IN_FLIGHT:
+            self.collect("a reply", timeout_s=0)
         if len(self._outbox) < MAX_IN_FLIGHT:
-            self.flush()
+            self._dispatch()
+            if self.group.is_local:
+                self.collect("a reply", timeout_s=0)  # what went wrong is told at once
             return
         steps = sum(isinstance(e.command, Step) for e in self._waiting())
         if steps >= MAX_WAITING_STEPS:
@@ -154,6 +160,10 @@ class Stream:
         Raises:
             what earlier commands raised.
         """
+        self._dispatch(drops)
+        self.collect("a reply", timeout_s=0)
+
+    def _dispatch(self, drops: bool = True) -> None:
         self.check_open()
         if self._recorded or drops:
             self._record_drops()
@@ -161,7 +171,6 @@ class Stream:
             outbox, rest = [*self._outbox, Outgoing(self._number + 1, entries, False)], self._recorded[len(entries) :]
             self._outbox, self._number, self._recorded = outbox, self._number + 1, rest
         self._send_missing()
-        self.collect("a reply", timeout_s=0)
 
     def finish(self) -> None:
         """Send everything and wait until every rank has done it."""
@@ -186,6 +195,8 @@ class Stream:
 
     def _send_missing(self) -> None:
         for outgoing in list(self._outbox):
+            if all(number >= outgoing.number for number in self._sent):
+                continue
             commands = tuple(e.command for e in outgoing.entries)
             message = Message(self._generation, outgoing.number, commands, outgoing.resume)
             for rank in range(self.group.size):
